@@ -351,14 +351,14 @@ def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_
     with OtherProcess() as owner:
         owner.evaluate(OWNER + LOW_LIMIT)
         owner.evaluate("tensors = [torch.ones(1) for _ in range(300)]; kept = []")
-        told = owner.evaluate(
+        reported = owner.evaluate(
             "told = None\n"
             "try:\n"
             "    for t in tensors: kept.append(Buffer(t))\n"
             "except Exception as error: told = type(error).__name__\n"
             "told"
         )
-        assert told == "TransferError"
+        assert reported == "TransferError"
         owner.evaluate("del tensors[200:], kept[200:], t")
         assert read(owner.evaluate("kept[0]")).tolist() == [1]
 

@@ -439,15 +439,15 @@ def test_state_is_read_when_the_actor_is_there() -> None:
 
 def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[MeshFailure] = []
-    told = threading.Event()
+    reported = threading.Event()
     monkeypatch.setattr(
-        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), told.set())
+        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), reported.set())
     )
     procs: Any = this_host().spawn_procs({"gpus": 1}, name="headless")
     counters = procs.spawn("headless counters", Counter)
     assert counters.add.call_one().get(WAIT_S) == 1
     os.kill(procs._backend.mesh().session.connection.connection_info.pid, signal.SIGKILL)
-    assert told.wait(WAIT_S)
+    assert reported.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
     procs.stop().get(30)
 

@@ -61,10 +61,10 @@ def test_actors_of_a_killed_program_are_found_by_name_and_have_a_new_owner(
     left: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[MeshFailure] = []
-    told = threading.Event()
+    reported = threading.Event()
     this_host()  # from here on this process hears of failures
     monkeypatch.setattr(
-        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), told.set())
+        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), reported.set())
     )
     found = left.actors()
     assert "tallies" in str(found)
@@ -80,7 +80,7 @@ def test_actors_of_a_killed_program_are_found_by_name_and_have_a_new_owner(
         found["tally"]
 
     left.kill([0])
-    assert told.wait(WAIT_S)
+    assert reported.wait(WAIT_S)
     assert (heard[0].mesh_name, heard[0].ranks) == ("tallies", (0,))
     assert tallies.slice(dp=1).add.call_one(0).get(WAIT_S) == 10
 

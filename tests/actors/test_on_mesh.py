@@ -295,12 +295,12 @@ def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
 ) -> None:
     monkeypatch.setattr(local_transport().replies, "on_added", None)
     monkeypatch.setattr(background_output_of(mesh.session), "enabled", False)  # that is what ranks print
-    told = threading.Event()
+    reported = threading.Event()
 
     def tell(answer: Any) -> bool:
         if not proc_backends.report_deadlock(answer):
             return False
-        told.set()
+        reported.set()
         return True
 
     DeadlockWatch(local_transport(), tell, after_s=0.5)
@@ -308,7 +308,7 @@ def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
     call = ring[0].go.call_one(ring)
     waiter = threading.Thread(target=call.exception)
     waiter.start()
-    assert told.wait(WAIT_S)
+    assert reported.wait(WAIT_S)
     call.interrupt()
     waiter.join(WAIT_S)
     said = capsys.readouterr().err

@@ -94,8 +94,8 @@ def test_a_call_ends_although_what_shows_its_output_fails(
         future = supervisor.line.request(command, on_output=show_it)
         supervisor.say(_finished(call))
         assert future.result(30).call == call
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [line.partition(", which goes on")[0] for line in told] == [
+    reported = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [line.partition(", which goes on")[0] for line in reported] == [
         "an error in Meshbook's own thread for the mesh 'm' (ValueError: I/O operation on closed file)",
         "an error in Meshbook's own thread for the mesh 'm' (SystemExit: of a widget)",
     ]

@@ -346,8 +346,8 @@ def test_a_rank_that_waits_for_one_that_was_released_is_told_the_first_cause(mes
     )
     assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
     assert {rank for one in error.released for rank in one.ranks} == {0, 2}
-    told = mesh.run("[why.cause, why.ranks]", ranks=2, echo=False).values[2]
-    assert told[0] == "rank 1 raised ValueError: no at line 2"
+    reported = mesh.run("[why.cause, why.ranks]", ranks=2, echo=False).values[2]
+    assert reported[0] == "rank 1 raised ValueError: no at line 2"
     works(mesh)
 
 

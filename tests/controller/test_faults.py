@@ -338,7 +338,7 @@ def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_ran
     )
     mesh.session.connection.send(messages.Release(ranks=(0, 1), refs=("x",)))
     when(lambda: "in release" in mesh.logs(1))
-    told = mesh.run("vars(objects.values).pop('release', None) and None", echo=False).output
-    assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in told
+    reported = mesh.run("vars(objects.values).pop('release', None) and None", echo=False).output
+    assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in reported
     assert "cannot start" not in mesh.run("pass", echo=False).output
     assert mesh.status().ranks[1].state == "idle"

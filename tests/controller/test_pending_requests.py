@@ -74,14 +74,14 @@ def test_an_input_request_that_nobody_takes_is_declined() -> None:
 
 
 def test_stuck_ranks_are_told_to_who_waits_else_shown_with_the_output() -> None:
-    requests, told, shown = Requests(), list[Any](), list[Any]()
+    requests, reported, shown = Requests(), list[Any](), list[Any]()
     requests.report(STUCK)  # the call has ended
     requests.open(on_output=shown.append)
     requests.report(STUCK)
     assert "did not come back from Stop: rank 1 is in C code" in shown[0][0].item.text
-    requests.pending.set_handlers(CALL, on_stuck=told.append)
+    requests.pending.set_handlers(CALL, on_stuck=reported.append)
     requests.report(STUCK)
-    assert (told, len(shown), requests.orphans) == ([STUCK], 1, [])
+    assert (reported, len(shown), requests.orphans) == ([STUCK], 1, [])
 
 
 def test_a_call_fails_alone_or_with_all_others() -> None:

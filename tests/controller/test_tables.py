@@ -23,12 +23,12 @@ NOW = 1_000_000.0
 
 
 def rank(number: int, **known: object) -> RankInfo:
-    told: dict[str, object] = {"rank": number, "state": "idle", "host": "box", "pid": 100 + number, **known}
-    return RankInfo(**told)  # type: ignore[arg-type]
+    reported: dict[str, object] = {"rank": number, "state": "idle", "host": "box", "pid": 100 + number, **known}
+    return RankInfo(**reported)  # type: ignore[arg-type]
 
 
 def mesh(ranks: list[RankInfo], **known: object) -> MeshInfo:
-    told: dict[str, object] = {
+    reported: dict[str, object] = {
         "name": "m",
         "spec": MeshSpec(axes={"rank": len(ranks)}),
         "ranks": tuple(ranks),
@@ -41,7 +41,7 @@ def mesh(ranks: list[RankInfo], **known: object) -> MeshInfo:
         "backend": "gloo",
         **known,
     }
-    return MeshInfo(**told)  # type: ignore[arg-type]
+    return MeshInfo(**reported)  # type: ignore[arg-type]
 
 
 def text(info: MeshInfo) -> list[str]:

@@ -40,9 +40,9 @@ def test_other_ranks_with_lines_get_their_past() -> None:
     everyone = tuple(range(16))
     encoder.charts(training.picture, everyone, (2,), full=False)
     encoder.forget()
-    told = by_name(encoder.charts(training.step(), everyone, (7,), full=False))
-    assert set(told["loss"]["lines"]) == {"7"}
-    assert len(told["loss"]["lines"]["7"]) == training.tick
+    reported = by_name(encoder.charts(training.step(), everyone, (7,), full=False))
+    assert set(reported["loss"]["lines"]) == {"7"}
+    assert len(reported["loss"]["lines"]["7"]) == training.tick
 
 
 def test_a_range_is_only_of_steps_that_all_living_ranks_have_reached() -> None:

@@ -22,20 +22,20 @@ class Page:
     """A front end that keeps what it was told."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.reported: list[dict[str, Any]] = []
         self.gone = False
         self.audience = DashboardClient(mesh, self.hear)
 
     def hear(self, message: dict[str, Any]) -> None:
         if self.gone:
             raise ConnectionError("the page was closed")
-        self.told.append(message)
+        self.reported.append(message)
 
     def wait_for(self, true_of: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
 
         def look() -> bool:
-            found[:] = [message for message in self.told if true_of(message)]
+            found[:] = [message for message in self.reported if true_of(message)]
             return bool(found)
 
         wait_until(look, WAIT_S, "such a message came, which")
@@ -101,7 +101,7 @@ def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_
         mesh.run("x = 1", echo=False)
     page.wait_for(lambda message: message["kind"] == "layout")
     desk.remove_client(page.audience)
-    assert [message["text"] for message in page.told if message["kind"] == "reply"] == [
+    assert [message["text"] for message in page.reported if message["kind"] == "reply"] == [
         "part of this picture could not be made (KeyError: 'a rank that nobody knows'); the mesh is not affected"
     ]
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
@@ -126,7 +126,7 @@ def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh
         assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "reply")["text"]
         for nonsense in (None, 7, [], {}, {"kind": "no such thing"}, {"kind": "logs", "rank": "x"}, {"kind": ["kill"]}):
             desk.on_request(page.audience, nonsense)
-        assert len([message for message in page.told if message["kind"] == "findings" and message["asked"]]) == 1
+        assert len([message for message in page.reported if message["kind"] == "findings" and message["asked"]]) == 1
     finally:
         gate.touch()
         running.result(WAIT_S)

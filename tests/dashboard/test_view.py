@@ -36,10 +36,10 @@ def columns_after(messages: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
 
 
 def test_who_was_told_every_change_knows_what_who_is_told_everything_knows() -> None:
-    training, told = Training({"dp": 4, "tp": 2}, stuck=5, stuck_after=3), UpdateEncoder()
-    messages = told.full_update(training.picture)
+    training, reported = Training({"dp": 4, "tp": 2}, stuck=5, stuck_after=3), UpdateEncoder()
+    messages = reported.full_update(training.picture)
     for _ in range(8):
-        messages += told.updates(training.step())
+        messages += reported.updates(training.step())
     late = columns_after(UpdateEncoder().full_update(training.picture))
     followed = columns_after(messages)
     for name, column in late.items():
@@ -48,16 +48,16 @@ def test_who_was_told_every_change_knows_what_who_is_told_everything_knows() -> 
 
 
 def test_nothing_is_said_of_a_mesh_that_does_not_change() -> None:
-    training, told = Training({"rank": 4}), UpdateEncoder()
-    told.full_update(training.picture)
-    told.updates(training.picture)
-    assert told.updates(training.picture) == []
+    training, reported = Training({"rank": 4}), UpdateEncoder()
+    reported.full_update(training.picture)
+    reported.updates(training.picture)
+    assert reported.updates(training.picture) == []
 
 
 def test_a_thousand_ranks_in_training_cost_fifteen_kibibytes_an_update_at_most() -> None:
-    training, told = Training({"dp": 32, "tp": 32}), UpdateEncoder()
-    told.full_update(training.picture)
-    sizes = [len(json.dumps(told.updates(training.step()), separators=(",", ":"))) for _ in range(6)]
+    training, reported = Training({"dp": 32, "tp": 32}), UpdateEncoder()
+    reported.full_update(training.picture)
+    sizes = [len(json.dumps(reported.updates(training.step()), separators=(",", ":"))) for _ in range(6)]
     assert sorted(sizes)[3] <= 15 << 10
     assert len(json.dumps(UpdateEncoder().full_update(training.picture))) <= 128 << 10
 
@@ -66,36 +66,36 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
     training = Training({"dp": 2, "tp": 2}, stuck=2, stuck_after=1)
     training.step()
     training.step()
-    told = by_kind(UpdateEncoder().full_update(training.picture))
-    (finding,) = told["findings"]["findings"]
+    reported = by_kind(UpdateEncoder().full_update(training.picture))
+    (finding,) = reported["findings"]["findings"]
     assert (finding["severity"], finding["ranks"], finding["involved"]) == ("bad", "2", "0-3")
     assert "Next:" in finding["copy"]
-    (wait,) = told["collectives"]["waits"]
+    (wait,) = reported["collectives"]["waits"]
     assert (wait["op"], wait["group"], wait["inside"], wait["missing"]) == ("all_reduce", "all ranks", "0-1,3", "2")
 
 
 def test_an_answer_to_why_stands_until_something_else_runs() -> None:
-    training, told = Training({"rank": 2}), UpdateEncoder()
-    told.full_update(training.picture)
+    training, reported = Training({"rank": 2}), UpdateEncoder()
+    reported.full_update(training.picture)
     found = Finding(kind="straggler", ranks=(1,), title="Rank 1 is late")
-    answer = told.record_why(training.picture, (found,))
-    assert "findings" not in by_kind(told.updates(training.step()))
-    assert by_kind(told.full_update(training.step()))["findings"] == answer
-    assert by_kind(told.updates(replace(training.step(), calls=())))["findings"]["findings"] == []
+    answer = reported.record_why(training.picture, (found,))
+    assert "findings" not in by_kind(reported.updates(training.step()))
+    assert by_kind(reported.full_update(training.step()))["findings"] == answer
+    assert by_kind(reported.updates(replace(training.step(), calls=())))["findings"]["findings"] == []
 
 
 def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> None:
     few, many = Training({"rank": 4}), Training({"rank": 64})
 
-    def lines(told: UpdateEncoder, picture: MeshSnapshot) -> dict[str, set[str]]:
-        charts = by_kind(told.full_update(picture))["charts"]["charts"]
+    def lines(reported: UpdateEncoder, picture: MeshSnapshot) -> dict[str, set[str]]:
+        charts = by_kind(reported.full_update(picture))["charts"]["charts"]
         return {chart["name"]: set(chart["lines"]) for chart in charts}
 
     assert lines(UpdateEncoder(), few.picture)["loss"] == {"0", "1", "2", "3"}
-    told = UpdateEncoder()
-    assert lines(told, many.picture)["loss"] == set()
-    told.follow((7, 9))
-    assert lines(told, many.picture)["loss"] == lines(told, many.picture)[".gpu"] == {"7", "9"}
+    reported = UpdateEncoder()
+    assert lines(reported, many.picture)["loss"] == set()
+    reported.follow((7, 9))
+    assert lines(reported, many.picture)["loss"] == lines(reported, many.picture)[".gpu"] == {"7", "9"}
     charts = by_kind(UpdateEncoder().full_update(many.picture))["charts"]["charts"]
     (loss,) = (chart for chart in charts if chart["name"] == "loss")
     assert all(low <= middle <= high for _, low, middle, high in loss["band"])
@@ -103,19 +103,21 @@ def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> Non
 
 
 def test_curves_told_bit_by_bit_are_those_told_at_once() -> None:
-    training, told = Training({"rank": 16}), UpdateEncoder()
-    known = {chart["name"]: chart["band"] for chart in by_kind(told.full_update(training.picture))["charts"]["charts"]}
+    training, reported = Training({"rank": 16}), UpdateEncoder()
+    known = {
+        chart["name"]: chart["band"] for chart in by_kind(reported.full_update(training.picture))["charts"]["charts"]
+    }
     for _ in range(5):
-        for chart in by_kind(told.updates(training.step())).get("charts", {"charts": []})["charts"]:
+        for chart in by_kind(reported.updates(training.step())).get("charts", {"charts": []})["charts"]:
             known[chart["name"]] = chart["band"] if chart["full"] else known[chart["name"]] + chart["band"]
     at_once = by_kind(UpdateEncoder().full_update(training.picture))["charts"]["charts"]
     assert known["loss"] == next(chart["band"] for chart in at_once if chart["name"] == "loss")
 
 
 def test_a_part_of_a_mesh_shows_its_own_ranks_only() -> None:
-    told = by_kind(UpdateEncoder((1, 3), {"dp": 2}).full_update(Training({"dp": 2, "tp": 2}).picture))
-    assert (told["layout"]["ranks"], told["layout"]["axes"]) == ("1,3", [["dp", 2]])
-    assert {ranks for _, ranks in told["update"]["columns"]["state"]} == {"1,3"}
+    reported = by_kind(UpdateEncoder((1, 3), {"dp": 2}).full_update(Training({"dp": 2, "tp": 2}).picture))
+    assert (reported["layout"]["ranks"], reported["layout"]["axes"]) == ("1,3", [["dp", 2]])
+    assert {ranks for _, ranks in reported["update"]["columns"]["state"]} == {"1,3"}
 
 
 def test_memory_is_of_the_gpu_where_there_is_one_and_of_the_highest_peak_where_there_is_none() -> None:
@@ -130,11 +132,11 @@ def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
         "last_error": "step: ValueError: " + "x" * 1000,
     }  # fmt: skip
     rows = [{**row, "actor": "b", "rank": 0}, {**row, "actor": "a", "rank": 1}, {**row, "actor": "a", "rank": 0}]
-    told = view.actors_message(rows, (0,))["rows"]
-    assert [(one["actor"], one["rank"]) for one in told] == [("a", 0), ("b", 0)]
-    assert (told[0]["running"], told[0]["seconds"], told[0]["mailbox"]) == ("apply", 2.0, 3)
-    assert told[0]["error"].startswith("step: ValueError: xx")
-    assert len(told[0]["error"]) < 400
+    reported = view.actors_message(rows, (0,))["rows"]
+    assert [(one["actor"], one["rank"]) for one in reported] == [("a", 0), ("b", 0)]
+    assert (reported[0]["running"], reported[0]["seconds"], reported[0]["mailbox"]) == ("apply", 2.0, 3)
+    assert reported[0]["error"].startswith("step: ValueError: xx")
+    assert len(reported[0]["error"]) < 400
     light = {**row, "actor": "light", "rank": 2, "home": "procs-1a2b"}
     assert [one["rank"] for one in view.actors_message([*rows, light], (0,))["rows"]] == [0, 0, "procs-1a2b: 2"]
     quiet, busy = UpdateEncoder(), UpdateEncoder()
@@ -144,9 +146,9 @@ def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
 
 
 def test_logs_are_text_without_a_terminals_orders() -> None:
-    told = view.logs_message(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
-    assert told["text"] == "red\n100%\n<b>"
-    assert not told["cut"]
+    reported = view.logs_message(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
+    assert reported["text"] == "red\n100%\n<b>"
+    assert not reported["cut"]
     assert view.logs_message(3, "x" * 100, 100)["cut"]
     # A reset, a change of the character set, an eight-bit order, and a title that is never ended.
     assert view.logs_message(3, "a\x1bcb\x1b(0c\x9bd\n\x1b]title\nseen", 1 << 16)["text"] == "abcd\n\nseen"
@@ -157,8 +159,8 @@ def test_a_loss_that_is_no_number_any_more_is_told_as_json_can_say_it() -> None:
     picture = training.step()
     for rank in range(4):
         picture.scalars.put("loss", rank, 10_000, math.nan if rank else math.inf, picture.at)
-    for told in (UpdateEncoder(), UpdateEncoder(ranks=(0,)), UpdateEncoder(ranks=tuple(range(4)))):
-        json.dumps(told.full_update(picture), allow_nan=False)
+    for reported in (UpdateEncoder(), UpdateEncoder(ranks=(0,)), UpdateEncoder(ranks=tuple(range(4)))):
+        json.dumps(reported.full_update(picture), allow_nan=False)
     (loss,) = (
         one for one in by_kind(UpdateEncoder().full_update(picture))["charts"]["charts"] if one["name"] == "loss"
     )
@@ -172,14 +174,16 @@ def test_stacks_are_a_tree_that_says_cells_and_marks_what_is_the_users() -> None
             rank=rank, file="<ipython-input-7-ab>", cell="cell 7", stacks=(ThreadStack("main", frames, is_main=True),)
         )
 
-    told = view.stacks_message(Stacks(tuple(snapshot(rank, 4 if rank == 2 else 5) for rank in range(4))), (0, 1, 2, 3))
-    (root,) = told["tree"]
+    reported = view.stacks_message(
+        Stacks(tuple(snapshot(rank, 4 if rank == 2 else 5) for rank in range(4))), (0, 1, 2, 3)
+    )
+    (root,) = reported["tree"]
     assert (root["where"], root["ranks"], root["user"]) == ("cell 7, line 9", "0-3", True)
     assert [(node["where"], node["ranks"]) for node in root["children"]] == [
         ("cell 7, line 5", "0-1,3"),
         ("cell 7, line 4", "2"),
     ]
-    assert "cell 7" in told["text"]
+    assert "cell 7" in reported["text"]
 
 
 @pytest.mark.parametrize("text", [None, 7, "all", "1-", "<b>"])

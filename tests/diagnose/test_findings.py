@@ -43,7 +43,7 @@ def only(*snapshots, **more):
     return found[0]
 
 
-def told(finding):
+def reported(finding):
     return finding.kind, finding.ranks, finding.others, finding.line
 
 
@@ -67,7 +67,7 @@ def told(finding):
 )
 def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_it(below, kind, words):
     finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9, below, function="load")))
-    assert told(finding) == (kind, (3,), (0, 1, 2), 9)
+    assert reported(finding) == (kind, (3,), (0, 1, 2), 9)
     assert words in finding.title
     assert "at cell 7, line 9 in load" in finding.title
     assert "has not come to all_reduce #1, where ranks 0-2 wait (cell 7, line 3)" in finding.title
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_i
 def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind):
     process = ProcessStatus(state="S", syscall=syscall, syscall_target=target)
     finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9), process=process))
-    assert told(finding) == (kind, (3,), (0, 1, 2), 9)
+    assert reported(finding) == (kind, (3,), (0, 1, 2), 9)
     assert (target or "") in finding.title
 
 
@@ -99,36 +99,36 @@ def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
     backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
     busy = running_rank(3, *frames_at(9, backward), process=ProcessStatus(state="S", syscall="futex"))
     finding = only(waiting(0), waiting(1), waiting(2), busy)
-    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert "Rank 3 waits in torch at cell 7, line 9" in finding.title
 
 
 def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
     finding = only(waiting(0), waiting(1), waiting(2), computing(3))
-    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert not finding.sure
     asleep = running_rank(3, *frames_at(9), process=ProcessStatus(state="S", syscall="clock_nanosleep"))
     finding = only(waiting(0), waiting(1), waiting(2), asleep, earlier=[asleep])
-    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert finding.sure
 
 
 def test_a_loop_that_two_looks_find_in_the_same_function_is_one():
     before = [waiting(0), waiting(1), waiting(2), computing(3, line=9)]
     finding = only(waiting(0), waiting(1), waiting(2), computing(3, line=10), earlier=before)
-    assert told(finding) == ("python-loop", (3,), (0, 1, 2), 10)
+    assert reported(finding) == ("python-loop", (3,), (0, 1, 2), 10)
 
 
 def test_a_rank_whose_collectives_advance_is_a_straggler():
     behind = computing(3, collectives=(op(4, ended_s_ago=1.0),), num_collectives=4)
     before = [computing(3, collectives=(op(3, ended_s_ago=1.0),), num_collectives=3)]
     finding = only(waiting(0, op(9)), waiting(1, op(9)), waiting(2, op(9)), behind, earlier=before)
-    assert told(finding) == ("straggler", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("straggler", (3,), (0, 1, 2), 9)
 
 
 def test_asking_for_input_is_seen_without_any_stack():
     finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, awaiting_input=True, cell_line=4))
-    assert told(finding) == ("waits-for-input", (3,), (0, 1, 2), 4)
+    assert reported(finding) == ("waits-for-input", (3,), (0, 1, 2), 4)
 
 
 def test_a_line_outside_the_cell_is_named_by_its_file():
@@ -143,7 +143,7 @@ def test_a_line_outside_the_cell_is_named_by_its_file():
 def test_ranks_that_stand_at_one_line_are_one_finding_and_named_by_their_axis():
     stuck = [running_rank(rank, *frames_at(9), process=ProcessStatus(state="S", syscall="futex")) for rank in (1, 3)]
     finding = only(waiting(0), waiting(2), *stuck, axes={"dp": 2, "tp": 2})
-    assert told(finding) == ("waits-for-lock", (1, 3), (0, 2), 9)
+    assert reported(finding) == ("waits-for-lock", (1, 3), (0, 2), 9)
     assert finding.title.startswith("Ranks 1,3 wait for a lock at cell 7, line 9 and have not come to all_reduce")
     assert "ranks 1,3: all with tp=1" in finding.evidence
 
@@ -156,7 +156,7 @@ def test_who_waits_for_a_waiting_rank_is_not_told_apart():
         waiting(2),
         waiting(3),
     )
-    assert told(finding) == ("waits-for-lock", (1,), (0, 2, 3), 9)
+    assert reported(finding) == ("waits-for-lock", (1,), (0, 2, 3), 9)
     assert set(finding.waits) == {((0,), (1,), "all_reduce #1 of ranks 0-1"), ((2, 3), (0, 1), "all_reduce #1")}
 
 
@@ -167,27 +167,27 @@ def test_a_rank_that_raised_is_blamed_with_its_error_and_line():
     finding = only(
         waiting(0), waiting(1), waiting(2), ended(3, "error", last_error="KeyError: 'x'", file=CELL, cell_line=6)
     )
-    assert told(finding) == ("raised-before-collective", (3,), (0, 1, 2), 6)
+    assert reported(finding) == ("raised-before-collective", (3,), (0, 1, 2), 6)
     assert "ended cell 7 with KeyError: 'x' at cell 7, line 6 before coming to all_reduce #1" in finding.title
 
 
 def test_a_rank_that_left_early_is_blamed_with_the_line_that_it_missed():
     made = ended(3, collectives=(op(1, ended_s_ago=13.0),))
     finding = only(*(waiting(rank, op(2)) for rank in range(3)), made)
-    assert told(finding) == ("left-early", (3,), (0, 1, 2), 3)
+    assert reported(finding) == ("left-early", (3,), (0, 1, 2), 3)
     assert "rank 3 made 1 collective of the group" in finding.evidence
     assert "ranks 0-2 made 2 collectives of the group" in finding.evidence
 
 
 def test_one_rank_ahead_of_all_others_is_the_one_to_name():
     finding = only(waiting(0, op(ranks=range(512))), *(ended(rank) for rank in range(1, 512)))
-    assert told(finding) == ("alone-in-collective", (0,), (), 3)
+    assert reported(finding) == ("alone-in-collective", (0,), (), 3)
     assert "the other 511 ranks do not come" in finding.title
 
 
 def test_a_call_on_a_slice_of_the_mesh_that_uses_the_world_is_alone():
     idle = [running_rank(rank, call=None, cell=None, file=None) for rank in (1, 2, 3)]
-    assert told(only(waiting(0), *idle)) == ("alone-in-collective", (0,), (), 3)
+    assert reported(only(waiting(0), *idle)) == ("alone-in-collective", (0,), (), 3)
 
 
 # ---- members that disagree
@@ -195,7 +195,7 @@ def test_a_call_on_a_slice_of_the_mesh_that_uses_the_world_is_alone():
 
 def test_different_collectives_name_the_minority():
     finding = only(waiting(0), waiting(1), waiting(2, op(name="broadcast", line=5)))
-    assert told(finding) == ("different-collectives", (2,), (0, 1), 5)
+    assert reported(finding) == ("different-collectives", (2,), (0, 1), 5)
     assert "Rank 2 called broadcast at cell 7, line 5 as number 1, where ranks 0-1 called all_reduce" in finding.title
 
 
@@ -208,12 +208,17 @@ def test_a_different_collective_in_a_group_of_some_ranks_names_the_group():
 
 def test_shapes_that_differ():
     finding = only(waiting(0), waiting(1), waiting(2, op(shapes=((5, 2),))))
-    assert told(finding) == ("shape-mismatch", (2,), (0, 1), 3)
+    assert reported(finding) == ("shape-mismatch", (2,), (0, 1), 3)
     assert "Rank 2 brought 5x2 to all_reduce #1 at cell 7, line 3, where ranks 0-1 brought 4" in finding.title
 
 
 def test_dtypes_that_differ():
-    assert told(only(waiting(0), waiting(1), waiting(2, op(dtype="float64")))) == ("dtype-mismatch", (2,), (0, 1), 3)
+    assert reported(only(waiting(0), waiting(1), waiting(2, op(dtype="float64")))) == (
+        "dtype-mismatch",
+        (2,),
+        (0, 1),
+        3,
+    )
 
 
 def test_uneven_gathers_and_barriers_are_no_mismatch():
@@ -237,28 +242,28 @@ def test_counts_of_former_connections_are_not_compared():
         running_rank(rank, *frames_at(3, *IN_COLLECTIVE), collectives=(*old[: 5 - rank], new)) for rank in range(3)
     ]
     stuck = running_rank(3, *frames_at(9), collectives=tuple(old), process=ProcessStatus(state="S", syscall="futex"))
-    assert told(only(*looks, stuck)) == ("waits-for-lock", (3,), (0, 1, 2), 9)
+    assert reported(only(*looks, stuck)) == ("waits-for-lock", (3,), (0, 1, 2), 9)
 
 
 def test_groups_that_cross():
     pairs = [(0, (0, 1)), (1, (1, 2)), (2, (0, 2))]
     ops = {rank: op(1, group=str(ranks), ranks=ranks, line=3 + rank) for rank, ranks in pairs}
     finding = only(*(waiting(rank, ops[rank]) for rank, _ in pairs), waiting(3))
-    assert told(finding) == ("crossed-groups", (0, 1, 2), (3,), 3)
+    assert reported(finding) == ("crossed-groups", (0, 1, 2), (3,), 3)
 
 
 def test_two_groups_in_a_different_order_name_the_odd_one():
     first, second = op(1, group="a", ranks=(0, 1, 2)), op(1, group="b", ranks=(0, 1, 2), line=5)
     finding = only(waiting(0, first), waiting(1, first), waiting(2, second))
-    assert told(finding) == ("crossed-groups", (2,), (0, 1), 5)
+    assert reported(finding) == ("crossed-groups", (2,), (0, 1), 5)
 
 
 def test_a_group_made_by_some():
     making = frames_at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
     finding = only(running_rank(0, *making), waiting(1), waiting(2))
-    assert told(finding) == ("group-made-by-some", (0,), (1, 2), 6)
+    assert reported(finding) == ("group-made-by-some", (0,), (1, 2), 6)
     finding = only(running_rank(0, *making), ended(1), ended(2))
-    assert told(finding) == ("group-made-by-some", (0,), (), 6)
+    assert reported(finding) == ("group-made-by-some", (0,), (), 6)
 
 
 # ---- sends and receives
@@ -274,34 +279,34 @@ def recv(source, line=4, **more):
 
 def test_two_that_both_send_first():
     finding = only(waiting(0, send(1)), waiting(1, send(0)), waiting(2))
-    assert told(finding) == ("send-deadlock", (0, 1), (2,), 3)
+    assert reported(finding) == ("send-deadlock", (0, 1), (2,), 3)
     assert only(waiting(0, recv(1)), waiting(1, recv(2)), waiting(2, recv(0))).kind == "receive-deadlock"
 
 
 def test_a_send_whose_peer_has_ended_or_waits_in_a_collective():
     finding = only(waiting(0, send(1)), ended(1), ended(2))
-    assert told(finding) == ("send-without-receive", (0,), (), 3)
+    assert reported(finding) == ("send-without-receive", (0,), (), 3)
     assert "but rank 1 has ended cell 7 without a matching recv" in finding.title
     finding = only(waiting(0, recv(1)), waiting(1), waiting(2))
-    assert told(finding) == ("receive-without-send", (0,), (1, 2), 4)
+    assert reported(finding) == ("receive-without-send", (0,), (1, 2), 4)
 
 
 def test_a_receive_from_the_wrong_rank():
     finding = only(waiting(0, send(1)), waiting(1, recv(2)), waiting(2))
-    assert told(finding) == ("wrong-peer", (1,), (0, 2), 4)
+    assert reported(finding) == ("wrong-peer", (1,), (0, 2), 4)
     finding = only(waiting(0, send(1)), ended(1), waiting(2, recv(0)))
-    assert told(finding) == ("wrong-peer", (0,), (2,), 3)
+    assert reported(finding) == ("wrong-peer", (0,), (2,), 3)
 
 
 def test_a_pipeline_waits_for_its_slow_stage_and_not_for_a_wrong_one():
     finding = only(waiting(0, send(1)), waiting(1, recv(2)), computing(2))
-    assert told(finding) == ("missing-from-collective", (2,), (0, 1), 9)
+    assert reported(finding) == ("missing-from-collective", (2,), (0, 1), 9)
 
 
 def test_of_two_transfers_that_are_waited_for_together_the_one_without_a_partner_counts():
     both = running_rank(0, *frames_at(3, *IN_COLLECTIVE), collectives=(send(1), recv(2, line=3)))
     finding = only(both, waiting(1, recv(0)), ended(2))
-    assert told(finding) == ("receive-without-send", (0,), (), 3)
+    assert reported(finding) == ("receive-without-send", (0,), (), 3)
     posted = computing(2, collectives=(op(1, "send", 8, peer=0),))  # goes on by itself, whatever rank 2 does now
     assert only(both, waiting(1, recv(0)), posted).kind == "slow"
 
@@ -321,7 +326,7 @@ def test_a_stopped_rank_is_blamed_with_its_pid():
         waiting(2),
         running_rank(3, *frames_at(9), source="outside", process=ProcessStatus(state="T")),
     )
-    assert told(finding) == ("stopped", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("stopped", (3,), (0, 1, 2), 9)
     assert "kill -CONT 1003" in finding.next_step
 
 
@@ -332,7 +337,7 @@ def test_a_rank_stopped_within_a_collective_is_not_missed_by_the_others_who_are_
 
 def test_a_dead_rank():
     finding = only(ended(0, "lost"), ended(1, "lost"), dead(2))
-    assert told(finding) == ("killed", (2,), (), None)
+    assert reported(finding) == ("killed", (2,), (), None)
     assert "Rank 2 was killed by SIGKILL" in finding.title
     assert "it said last: last words" in finding.evidence
     assert only(dead(2, process=ProcessStatus(oom_killed=True))).kind == "out-of-memory"
@@ -345,21 +350,21 @@ def test_a_rank_that_gloo_ended_for_sizes_that_differ():
     )
     failed = [waiting(0, op(ended_s_ago=0.1)), waiting(1, op(ended_s_ago=0.1, dtype="float64"))]
     finding = only(*(structs.replace(each, call=None, last_status="lost") for each in failed), died)
-    assert told(finding) == ("shape-mismatch", (2,), (), 3)
+    assert reported(finding) == ("shape-mismatch", (2,), (), 3)
     assert "rank 1 brought 4 float64 to all_reduce #1 at cell 7, line 3" in finding.evidence
 
 
 def test_a_silent_rank_says_why_nothing_is_known():
     silent = running_rank(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
     finding = only(waiting(0), waiting(1), waiting(2), silent)
-    assert told(finding) == ("rank-silent", (3,), (0, 1, 2), None)
+    assert reported(finding) == ("rank-silent", (3,), (0, 1, 2), None)
     assert any("py-spy is not allowed" in line for line in finding.evidence)
 
 
 def test_a_silent_host():
     away = [running_rank(rank, host="two", source="none", beat_age_s=40.0) for rank in (2, 3)]
     finding = only(waiting(0), waiting(1), *away, silent_hosts=("two",))
-    assert told(finding) == ("host-silent", (2, 3), (0, 1), None)
+    assert reported(finding) == ("host-silent", (2, 3), (0, 1), None)
     assert explain((), silent_hosts=("two",))[0].title == "The host two does not answer"
 
 
@@ -367,7 +372,7 @@ def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
     kept = running_rank(
         3, source="outside", stacks=(main_thread(*frames_at(9), has_gil=True),), process=ProcessStatus(state="R")
     )
-    assert told(only(waiting(0), waiting(1), waiting(2), kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
+    assert reported(only(waiting(0), waiting(1), waiting(2), kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
     other = thread("Thread-1", *frames_at(12, function="work"), has_gil=True)
     kept = running_rank(
         3,
@@ -376,7 +381,7 @@ def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
         process=ProcessStatus(state="S", syscall="futex"),
     )
     finding = only(waiting(0), waiting(1), waiting(2), kept)
-    assert told(finding) == ("gil-kept", (3,), (0, 1, 2), 12)
+    assert reported(finding) == ("gil-kept", (3,), (0, 1, 2), 12)
     assert "in its thread Thread-1" in finding.title
 
 
@@ -384,7 +389,7 @@ def test_disk_sleep():
     finding = only(
         waiting(0), running_rank(1, *frames_at(9), process=ProcessStatus(state="D", syscall_target="/nfs/data"))
     )
-    assert told(finding) == ("disk-sleep", (1,), (0,), 9)
+    assert reported(finding) == ("disk-sleep", (1,), (0,), 9)
     assert "/nfs/data" in finding.title
 
 
@@ -392,7 +397,7 @@ def test_two_threads_that_have_each_others_lock():
     other = thread("worker", *frames_at(20, function="second"), state="S", syscall="futex")
     stuck = running_rank(3, stacks=(main_thread(*frames_at(9), state="S", syscall="futex"), other))
     finding = only(waiting(0), waiting(1), waiting(2), stuck)
-    assert told(finding) == ("thread-deadlock", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("thread-deadlock", (3,), (0, 1, 2), 9)
     assert any("worker" in line and "line 20" in line for line in finding.evidence)
 
 
@@ -400,7 +405,7 @@ def test_a_thread_that_waits_in_c_for_no_lock_makes_no_deadlock_of_a_lock_that_i
     feeder = thread("feeder", *frames_at(20, function="feed"), state="S", syscall="futex")
     stuck = structs.replace(main_thread(*frames_at(9), state="S", syscall="futex"), waits_on="lock `turn`")
     finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, stacks=(stuck, feeder)))
-    assert told(finding) == ("waits-for-lock", (3,), (0, 1, 2), 9)
+    assert reported(finding) == ("waits-for-lock", (3,), (0, 1, 2), 9)
     assert "waits for lock `turn`" in finding.title
     (line,) = (line for line in finding.evidence if "feeder" in line)
     assert "for a lock" not in line
@@ -418,7 +423,7 @@ def test_a_dead_worker_is_told():
 
 
 def test_idle():
-    assert told(only(*(running_rank(rank, call=None, cell=None, file=None) for rank in range(4)))) == (
+    assert reported(only(*(running_rank(rank, call=None, cell=None, file=None) for rank in range(4)))) == (
         "idle",
         (0, 1, 2, 3),
         (),
@@ -431,7 +436,7 @@ def test_idle():
 def test_just_slow():
     before = [computing(rank, num_collectives=5) for rank in range(4)]
     finding = only(*(computing(rank, num_collectives=7) for rank in range(4)), earlier=before)
-    assert told(finding) == ("slow", (0, 1, 2, 3), (), 9)
+    assert reported(finding) == ("slow", (0, 1, 2, 3), (), 9)
     assert "8 collectives were called between the two looks" in finding.evidence
     finding = only(*(waiting(rank) for rank in range(4)))
     assert finding.kind == "slow"
@@ -459,14 +464,14 @@ def test_a_mesh_that_runs_well_is_not_accused_of_what_one_look_at_it_seems_to_sh
 
 def test_the_last_one_that_runs_is_named():
     finding = only(ended(0), ended(1), computing(2))
-    assert told(finding) == ("slow", (2,), (), 9)
+    assert reported(finding) == ("slow", (2,), (), 9)
     assert "which ranks 0-1 have ended" in finding.title
 
 
 def test_all_in_one_loop():
     before = [computing(rank) for rank in range(4)]
     finding = only(*(computing(rank, line=10) for rank in range(4)), earlier=before)
-    assert told(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
+    assert reported(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
     assert not finding.sure
     # Long pure computations are as likely as a loop without end.
     assert "Ranks 0-3 compute in the same code" in finding.title
@@ -487,7 +492,7 @@ def test_who_comes_last_to_nearly_every_collective():
 
     looks = [computing(rank, collectives=rings(rank == 2), num_collectives=8) for rank in range(4)]
     finding = only(*looks)
-    assert told(finding) == ("straggler", (2,), (0, 1, 3), 9)
+    assert reported(finding) == ("straggler", (2,), (0, 1, 3), 9)
     assert "comes last to nearly every all_reduce" in finding.title
 
 
@@ -535,7 +540,7 @@ def test_what_a_thousand_ranks_wait_for():
         700, *frames_at(9), collectives=(op(40, ended_s_ago=3.0),), process=ProcessStatus(state="S", syscall="futex")
     )
     finding = only(*everyone, stuck)
-    assert told(finding)[:2] == ("waits-for-lock", (700,))
+    assert reported(finding)[:2] == ("waits-for-lock", (700,))
     assert "where ranks 0-699,701-1023 wait" in finding.title
     assert len(as_text([finding])) < 1000
 

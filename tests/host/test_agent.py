@@ -81,14 +81,14 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, mon
         assert pending is not None
         pending.opened_at = 0.0
         pending.outcomes[0] = messages.Outcome(status="ok")
-    told = []
+    reported = []
 
     def ask(report: Any) -> None:
         if isinstance(report, messages.CallProgressed):
-            told.append(report.call)
-            question = messages.QueryPositions(call=f"left-{len(told)}", ranks=(0,), about_call=report.call)  # type: ignore[arg-type]
+            reported.append(report.call)
+            question = messages.QueryPositions(call=f"left-{len(reported)}", ranks=(0,), about_call=report.call)  # type: ignore[arg-type]
             bench.agent.handle(question, codec.encode_body(question))
 
     monkeypatch.setattr(bench.agent, "_report", ask)
     bench.agent._tick()
-    assert told == ["a-1", "a-2"]
+    assert reported == ["a-1", "a-2"]

@@ -61,39 +61,39 @@ def test_two_beats_between_two_of_the_hosts_are_told_as_one(host: Remembering) -
     health = Health(gil_lag_s=0.5, num_steps=9)
     host.looker.add_metrics(RankMetrics(0, health=health, scalars=(second,), num_dropped=3, collectives=(ended,)))
     host.clock.now += 0.25
-    (told,) = host.looker.drain_metrics()
-    assert [(scalar.step, scalar.age_s) for scalar in told.scalars] == [(0, 1.5), (1, 0.125)]
-    assert told.collectives == (ended,)
-    assert told.health == Health(gil_lag_s=2.0, num_steps=9)
-    assert (told.age_s, told.num_dropped) == (0.25, 3)
+    (reports,) = host.looker.drain_metrics()
+    assert [(scalar.step, scalar.age_s) for scalar in reports.scalars] == [(0, 1.5), (1, 0.125)]
+    assert reports.collectives == (ended,)
+    assert reports.health == Health(gil_lag_s=2.0, num_steps=9)
+    assert (reports.age_s, reports.num_dropped) == (0.25, 3)
     assert host.looker.drain_metrics() == ()
 
 
 def test_collectives_are_remembered_with_their_times_as_of_now(host: Remembering) -> None:
-    told = collective(1, began_s_ago=3.0, ended_s_ago=1.0), collective(2, began_s_ago=0.5, ended_s_ago=None)
-    host.looker.add_metrics(RankMetrics(0, collectives=told))
+    reports = collective(1, began_s_ago=3.0, ended_s_ago=1.0), collective(2, began_s_ago=0.5, ended_s_ago=None)
+    host.looker.add_metrics(RankMetrics(0, collectives=reports))
     host.clock.now += 10.0
     kept = host.of_dead().collectives
     assert [(seen.seq, seen.began_s_ago, seen.ended_s_ago) for seen in kept] == [(1, 13.0, 11.0), (2, 10.5, None)]
 
 
 def test_of_many_the_last_are_remembered_and_those_that_are_open(host: Remembering) -> None:
-    told = [collective(seq, began_s_ago=1.0, ended_s_ago=None if seq == 7 else 0.5) for seq in range(1000)]
-    host.looker.add_metrics(RankMetrics(0, collectives=tuple(told)))
+    reports = [collective(seq, began_s_ago=1.0, ended_s_ago=None if seq == 7 else 0.5) for seq in range(1000)]
+    host.looker.add_metrics(RankMetrics(0, collectives=tuple(reports)))
     assert [seen.seq for seen in host.of_dead().collectives] == [7, *range(937, 1000)]
     assert [seen.seq for seen in host.of_dead(num_collectives=2).collectives] == [7, 998, 999]
 
 
 def test_sends_and_later_connections_with_the_same_number_are_others(host: Remembering) -> None:
     same = {"began_s_ago": 1.0, "ended_s_ago": 0.5}
-    told = (collective(1, **same), collective(1, op="send", **same), collective(1, generation=2, **same))  # type: ignore[arg-type]
-    host.looker.add_metrics(RankMetrics(0, collectives=told))
+    reports = (collective(1, **same), collective(1, op="send", **same), collective(1, generation=2, **same))  # type: ignore[arg-type]
+    host.looker.add_metrics(RankMetrics(0, collectives=reports))
     assert len(host.of_dead().collectives) == 3
 
 
 def test_a_new_process_of_a_rank_has_no_past(host: Remembering) -> None:
-    told = collective(1, began_s_ago=1.0, ended_s_ago=None)
-    host.looker.add_metrics(RankMetrics(0, health=Health(num_collectives=5), collectives=(told,)))
+    reports = collective(1, began_s_ago=1.0, ended_s_ago=None)
+    host.looker.add_metrics(RankMetrics(0, health=Health(num_collectives=5), collectives=(reports,)))
     assert host.of_dead().num_collectives == 5
     host.looker.rank_started(0)
     fresh = host.of_dead()
@@ -109,6 +109,6 @@ def test_a_host_that_cannot_send_does_not_gather_without_end(host: Remembering) 
     for number in range(20):
         numbered = tuple(msgspec.structs.replace(seen, generation=number) for seen in beat.collectives)
         host.looker.add_metrics(msgspec.structs.replace(beat, collectives=numbered))
-    (told,) = host.looker.drain_metrics()
-    assert (len(told.scalars), len(told.collectives)) == (8192, 512)
-    assert len(told.scalars) + told.num_dropped == 20 * 4096
+    (reports,) = host.looker.drain_metrics()
+    assert (len(reports.scalars), len(reports.collectives)) == (8192, 512)
+    assert len(reports.scalars) + reports.num_dropped == 20 * 4096

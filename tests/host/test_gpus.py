@@ -131,11 +131,11 @@ def test_on_a_gpu_torch_and_the_driver_tell_of_the_same_device() -> None:
 
     probe = GpuProbe()
     held = torch.ones(1 << 20, device="cuda:0")
-    told = probe.measure("cuda:0", is_progressing=lambda: True)
-    assert told is not None
-    assert (told.allocated_bytes or 0) >= held.nbytes
+    reported = probe.measure("cuda:0", is_progressing=lambda: True)
+    assert reported is not None
+    assert (reported.allocated_bytes or 0) >= held.nbytes
     nvml = Nvml.load()
     assert nvml is not None
-    seen = nvml.sample(told.uuid)
+    seen = nvml.sample(reported.uuid)
     assert seen is not None
     assert seen.used_bytes >= held.nbytes

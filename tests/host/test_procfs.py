@@ -41,29 +41,33 @@ def when(pid: int, true: Callable[[ProcessStatus], object]) -> ProcessStatus:
     """What the system says of a process once that is so."""
     deadline = time.monotonic() + 30
     while True:
-        told = procfs.read_process(pid)
-        assert told is not None
-        if true(told):
-            return told
-        assert time.monotonic() < deadline, told
+        reported = procfs.read_process(pid)
+        assert reported is not None
+        if true(reported):
+            return reported
+        assert time.monotonic() < deadline, reported
 
 
 def test_a_read_of_a_pipe_is_told(start: Start) -> None:
-    told = when(start("import os; os.read(0, 1)"), lambda told: (told.syscall, told.state) == ("read", "S"))
-    assert told.syscall_target == "pipe"
-    assert told.rss_bytes > 1 << 20
+    reported = when(
+        start("import os; os.read(0, 1)"), lambda reported: (reported.syscall, reported.state) == ("read", "S")
+    )
+    assert reported.syscall_target == "pipe"
+    assert reported.rss_bytes > 1 << 20
 
 
 def test_a_socket_is_told_by_its_other_end_also_where_python_polls_it(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         source = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout={{}})\ns.recv(1)"
-        polls = when(start(source.format("30")), lambda told: told.syscall == "poll" and told.syscall_target)
+        polls = when(
+            start(source.format("30")), lambda reported: reported.syscall == "poll" and reported.syscall_target
+        )
         assert polls.syscall_target == f"socket 127.0.0.1:{port}"
-        waits = when(start(source.format("None")), lambda told: told.syscall == "recvfrom")
+        waits = when(start(source.format("None")), lambda reported: reported.syscall == "recvfrom")
         assert waits.syscall_target == f"socket 127.0.0.1:{port}"
         source = "import socket; socket.create_server(('127.0.0.1', 0)).accept()"
-        listens = when(start(source), lambda told: told.syscall == "accept4")
+        listens = when(start(source), lambda reported: reported.syscall == "accept4")
         assert listens.syscall_target is not None
         assert listens.syscall_target.startswith("socket listening on 127.0.0.1:")
 
@@ -71,24 +75,26 @@ def test_a_socket_is_told_by_its_other_end_also_where_python_polls_it(start: Sta
 def test_a_locked_file_and_one_that_does_not_open_are_told_by_path(start: Start, tmp_path: Path) -> None:
     fifo, locked = tmp_path / "fifo", tmp_path / "locked"
     os.mkfifo(fifo)
-    opens = when(start(f"open({str(fifo)!r})"), lambda told: told.syscall_target == str(fifo))
+    opens = when(start(f"open({str(fifo)!r})"), lambda reported: reported.syscall_target == str(fifo))
     assert opens.syscall == "openat"
     import fcntl
 
     with locked.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         source = f"import fcntl; fcntl.flock(open({str(locked)!r}), fcntl.LOCK_EX)"
-        assert when(start(source), lambda told: told.syscall == "flock").syscall_target == str(locked)
+        assert when(start(source), lambda reported: reported.syscall == "flock").syscall_target == str(locked)
 
 
 def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start) -> None:
     source = "import subprocess; subprocess.Popen(['sleep', '100']).wait()"
     sleeps = ("S", "sleep 100")  # once it has come to it
-    told = when(start(source), lambda told: told.syscall == "wait4" and sleeps in [one[1:] for one in told.children])
-    pid = told.children[0][0]
-    assert told.syscall_target == f"process {pid}: sleep 100"
+    reported = when(
+        start(source), lambda reported: reported.syscall == "wait4" and sleeps in [one[1:] for one in reported.children]
+    )
+    pid = reported.children[0][0]
+    assert reported.syscall_target == f"process {pid}: sleep 100"
     os.kill(pid, signal.SIGSTOP)
-    when(pid, lambda told: told.state == "T")
+    when(pid, lambda reported: reported.state == "T")
     os.kill(pid, signal.SIGKILL)
 
 
@@ -98,14 +104,14 @@ def test_a_forked_worker_is_told_by_the_name_that_it_gave_itself(start: Start) -
         "    ctypes.CDLL(None).prctl(15, b'pt_data' + b'_worker', 0, 0, 0)\n"
         "    os.read(0, 1)\n    os._exit(0)\nos.wait()"
     )
-    told = when(start(source), lambda told: "pt_data_worker" in str(told.children))
-    assert told.children[0][2].startswith("pt_data_worker: ")
+    reported = when(start(source), lambda reported: "pt_data_worker" in str(reported.children))
+    assert reported.children[0][2].startswith("pt_data_worker: ")
 
 
 def test_of_many_children_some_are_told(start: Start) -> None:
     source = "import os, time\nfor _ in range(50):\n    if not os.fork(): os.read(0, 1); os._exit(0)\nos.wait()"
-    told = when(start(source), lambda told: len(told.children) == 32)
-    assert len(told.children) == 32
+    reported = when(start(source), lambda reported: len(reported.children) == 32)
+    assert len(reported.children) == 32
 
 
 def test_a_process_that_is_gone_is_none() -> None:
@@ -155,9 +161,9 @@ def test_a_refusal_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(procfs, "_read", lambda path: files.get(path, b""))
     assert "sudo sysctl kernel.yama.ptrace_scope=0" in procfs.explain_py_spy_error(said, alive=True)
     files.clear()
-    told = procfs.explain_py_spy_error(said, alive=True)
-    assert "CAP_SYS_PTRACE" in told
-    assert "docker run --cap-add=SYS_PTRACE" in told
+    reported = procfs.explain_py_spy_error(said, alive=True)
+    assert "CAP_SYS_PTRACE" in reported
+    assert "docker run --cap-add=SYS_PTRACE" in reported
 
 
 def test_py_spy_is_found_beside_this_interpreter() -> None:

@@ -26,8 +26,8 @@ def ranks(shared_host: HostDriver) -> Iterator[HostDriver]:
     """The shared host, which must be whole and idle again after the test."""
     shared_host.reports.clear()
     yield shared_host
-    told = shared_host.take_snapshots().values()
-    assert [(snapshot.rank, snapshot.source, snapshot.call) for snapshot in told] == [
+    reported = shared_host.take_snapshots().values()
+    assert [(snapshot.rank, snapshot.source, snapshot.call) for snapshot in reported] == [
         (rank, "inside", None) for rank in shared_host.ranks
     ]
 
@@ -43,54 +43,54 @@ def place(snapshot: RankSnapshot) -> list[tuple[str, int]]:
 
 def test_ranks_that_do_nothing_say_so(ranks: HostDriver) -> None:
     ranks.run("1 + 1")
-    told = ranks.take_snapshots()[1]
-    assert (told.source, told.call, told.cell, told.last_status, told.last_cell) == (
+    reported = ranks.take_snapshots()[1]
+    assert (reported.source, reported.call, reported.cell, reported.last_status, reported.last_cell) == (
         "inside",
         None,
         None,
         "ok",
         "cell 1",
     )
-    assert main(told).frames == ()
-    assert told.finished_s_ago is not None
-    assert told.problem is None
+    assert main(reported).frames == ()
+    assert reported.finished_s_ago is not None
+    assert reported.problem is None
 
 
 def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: HostDriver) -> None:
     call = ranks.start_cell_and_wait("import time\ndef f():\n    time.sleep(1000)\nf()", label="cell 7")
-    for told in ranks.take_snapshots().values():
-        assert (told.source, told.call, told.cell, told.cell_line) == ("inside", call, "cell 7", 4)
-        assert place(told) == [("<module>", 5), ("f", 4)]
-        assert main(told).frames[0].function == "<module>"
-        assert told.running_s is not None
-        assert 0 < told.running_s < 30
-        assert told.process is not None
-        assert (told.process.state, told.process.syscall) == ("S", "clock_nanosleep")
-        assert (main(told).state, main(told).syscall) == ("S", "clock_nanosleep")
-        assert told.process.rss_bytes > 1 << 20
+    for reported in ranks.take_snapshots().values():
+        assert (reported.source, reported.call, reported.cell, reported.cell_line) == ("inside", call, "cell 7", 4)
+        assert place(reported) == [("<module>", 5), ("f", 4)]
+        assert main(reported).frames[0].function == "<module>"
+        assert reported.running_s is not None
+        assert 0 < reported.running_s < 30
+        assert reported.process is not None
+        assert (reported.process.state, reported.process.syscall) == ("S", "clock_nanosleep")
+        assert (main(reported).state, main(reported).syscall) == ("S", "clock_nanosleep")
+        assert reported.process.rss_bytes > 1 << 20
     ranks.interrupt(call)
     assert ranks.take_snapshots()[0].last_status == "interrupted"
 
 
 def test_a_rank_that_raised_tells_what_and_where(ranks: HostDriver) -> None:
     ranks.run("def f():\n    raise ValueError('no \\udcff')\nf() if rank == 1 else None")
-    told = ranks.take_snapshots()
-    assert (told[1].last_status, told[1].cell_line) == ("error", 2)
-    assert (told[1].last_error or "").startswith("ValueError: no ")
-    assert (told[0].last_status, told[0].last_error) == ("ok", None)
+    reported = ranks.take_snapshots()
+    assert (reported[1].last_status, reported[1].cell_line) == ("error", 2)
+    assert (reported[1].last_error or "").startswith("ValueError: no ")
+    assert (reported[0].last_status, reported[0].last_error) == ("ok", None)
 
 
 def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: HostDriver) -> None:
     call = ranks.start_cell_and_wait("import time\ndist.all_reduce(torch.ones(3, 4)) if rank else time.sleep(1000)")
     ranks.wait_until(lambda: all(ranks.take_snapshots()[rank].collectives[-1:] for rank in (1, 2)))
-    told = ranks.take_snapshots()
+    reported = ranks.take_snapshots()
     for rank in (1, 2):
-        seen = told[rank].collectives[-1]
+        seen = reported[rank].collectives[-1]
         assert (seen.op, seen.group_ranks, seen.shapes, seen.dtype) == ("all_reduce", (0, 1, 2), ((3, 4),), "float32")
         assert (seen.ended_s_ago, seen.frame.line if seen.frame else None) == (None, 3)
         assert seen.frame is not None
-        assert seen.frame.file == told[rank].file
-    assert all(seen.ended_s_ago is not None for seen in told[0].collectives)
+        assert seen.frame.file == reported[rank].file
+    assert all(seen.ended_s_ago is not None for seen in reported[0].collectives)
     ranks.interrupt(call)
     ranks.form_groups()
 
@@ -98,7 +98,7 @@ def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: Host
 def test_a_cell_that_awaits_is_told_where(ranks: HostDriver) -> None:
     call = ranks.start_cell_and_wait("import asyncio\nasync def f():\n    await asyncio.sleep(1000)\nawait f()")
     ranks.wait_until(
-        lambda: all(place(told) == [("<module>", 5), ("f", 4)] for told in ranks.take_snapshots().values())
+        lambda: all(place(reported) == [("<module>", 5), ("f", 4)] for reported in ranks.take_snapshots().values())
     )
     ranks.interrupt(call)
 
@@ -106,7 +106,7 @@ def test_a_cell_that_awaits_is_told_where(ranks: HostDriver) -> None:
 def test_a_rank_that_asks_for_input_says_so(ranks: HostDriver) -> None:
     call = ranks.start_cell("input('why? ') if rank == 1 else None", allow_input=True)
     ranks.wait_for(messages.InputRequest, call)
-    assert [told.awaiting_input for told in ranks.take_snapshots().values()] == [False, True, False]
+    assert [reported.awaiting_input for reported in ranks.take_snapshots().values()] == [False, True, False]
     ranks.send(messages.InputReply(target=call, rank=1, text="because"))  # type: ignore[arg-type]
     ranks.wait_for(messages.CallFinished, call)
     assert not ranks.take_snapshots()[1].awaiting_input
@@ -123,13 +123,17 @@ def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: HostDr
     )
 
     def stopped() -> RankSnapshot | None:
-        told = ranks.take_snapshots()[0]
-        return told if told.process is not None and "T" in [state for _, state, _ in told.process.children] else None
+        reported = ranks.take_snapshots()[0]
+        return (
+            reported
+            if reported.process is not None and "T" in [state for _, state, _ in reported.process.children]
+            else None
+        )
 
-    told = ranks.wait_until(stopped)
-    assert place(told)[-1] == ("<module>", 6)
-    assert main(told).frames[-1].function != "<module>"  # the library's, below
-    for pid, state, _ in told.process.children:
+    reported = ranks.wait_until(stopped)
+    assert place(reported)[-1] == ("<module>", 6)
+    assert main(reported).frames[-1].function != "<module>"  # the library's, below
+    for pid, state, _ in reported.process.children:
         if state == "T":
             os.kill(pid, signal.SIGKILL)
     ranks.interrupt(call)
@@ -137,13 +141,13 @@ def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: HostDr
 
 def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: HostDriver) -> None:
     call = ranks.start_cell("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(3)")
-    told = ranks.wait_until(
+    reported = ranks.wait_until(
         lambda: next((look[1] for _ in "x" if (look := ranks.take_snapshots())[1].source == "outside"), None)
     )
-    assert place(told) == [("<module>", 3)]
-    assert (main(told).has_gil, told.call, told.cell_line) == (True, call, 3)
-    assert told.process is not None
-    assert told.process.syscall == "clock_nanosleep"
+    assert place(reported) == [("<module>", 3)]
+    assert (main(reported).has_gil, reported.call, reported.cell_line) == (True, call, 3)
+    assert reported.process is not None
+    assert reported.process.syscall == "clock_nanosleep"
     assert ranks.take_snapshots()[0].source == "inside"
     ranks.wait_for(messages.CallFinished, call)
     lag = [beat.gil_lag_s for beat in _beats(ranks, 1)]
@@ -153,7 +157,7 @@ def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: HostDriver) 
 def _beats(ranks: HostDriver, rank: int) -> list[messages.Health]:
     """What a rank has measured since the test began; waits for one more beat."""
 
-    def told() -> list[messages.Health]:
+    def reported() -> list[messages.Health]:
         return [
             measured.health
             for report in ranks.reports
@@ -162,9 +166,9 @@ def _beats(ranks: HostDriver, rank: int) -> list[messages.Health]:
             if measured.rank == rank and measured.health is not None
         ]
 
-    before = len(told())
-    ranks.wait_until(lambda: len(told()) > before)
-    return told()
+    before = len(reported())
+    ranks.wait_until(lambda: len(reported()) > before)
+    return reported()
 
 
 def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_told(ranks: HostDriver) -> None:
@@ -174,16 +178,16 @@ def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_to
     os.kill(ranks.pid(2), signal.SIGSTOP)
     try:
         ranks.wait_until(lambda: procfs.process_state(ranks.pid(2)) == "T")
-        told = ranks.take_snapshots()
+        reported = ranks.take_snapshots()
     finally:
         os.kill(ranks.pid(2), signal.SIGCONT)
-    assert [told[rank].source for rank in ranks.ranks] == ["inside", "inside", "outside"]
-    assert told[2].process is not None
-    assert told[2].process.state == "T"
-    assert (told[2].call, place(told[2])) == (call, [("<module>", 3)])
-    assert told[2].collectives[-1].op == "all_reduce"
-    assert told[2].health is not None
-    assert told[2].health.num_collectives > 0
+    assert [reported[rank].source for rank in ranks.ranks] == ["inside", "inside", "outside"]
+    assert reported[2].process is not None
+    assert reported[2].process.state == "T"
+    assert (reported[2].call, place(reported[2])) == (call, [("<module>", 3)])
+    assert reported[2].collectives[-1].op == "all_reduce"
+    assert reported[2].health is not None
+    assert reported[2].health.num_collectives > 0
     ranks.interrupt(call)
 
 
@@ -194,13 +198,13 @@ def test_without_py_spy_the_rest_is_told_and_what_is_missing(
     os.kill(ranks.pid(1), signal.SIGSTOP)
     try:
         ranks.wait_until(lambda: procfs.process_state(ranks.pid(1)) == "T")
-        told = ranks.take_snapshots()[1]
+        reported = ranks.take_snapshots()[1]
     finally:
         os.kill(ranks.pid(1), signal.SIGCONT)
-    assert (told.source, told.stacks) == ("none", ())
-    assert "pip install py-spy" in (told.problem or "")
-    assert told.process is not None
-    assert told.process.state == "T"
+    assert (reported.source, reported.stacks) == ("none", ())
+    assert "pip install py-spy" in (reported.problem or "")
+    assert reported.process is not None
+    assert reported.process.state == "T"
 
 
 def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
@@ -210,10 +214,10 @@ def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
     go_on = threading.Event()
     read: list[bool] = []
     monkeypatch.setattr(procfs, "read_process", lambda pid: read.append(go_on.wait(60)))
-    told = ranks.take_snapshots()
+    reported = ranks.take_snapshots()
     assert not read
     go_on.set()
-    assert all(snapshot.source == "inside" and snapshot.process is None for snapshot in told.values())
+    assert all(snapshot.source == "inside" and snapshot.process is None for snapshot in reported.values())
 
 
 def test_hundreds_of_looks_at_once_are_all_answered(ranks: HostDriver) -> None:
@@ -229,7 +233,7 @@ def test_hundreds_of_looks_at_once_are_all_answered(ranks: HostDriver) -> None:
 def test_what_was_logged_comes_with_the_hosts_beat(ranks: HostDriver) -> None:
     ranks.run("import meshbook\nfor step in range(5): meshbook.log(loss=torch.tensor(step / 2), step=10 + step)")
 
-    def told() -> list[tuple[int, float]]:
+    def reported() -> list[tuple[int, float]]:
         return [
             (scalar.step, scalar.value)
             for report in ranks.reports
@@ -239,8 +243,8 @@ def test_what_was_logged_comes_with_the_hosts_beat(ranks: HostDriver) -> None:
             for scalar in measured.scalars
         ]
 
-    ranks.wait_until(lambda: len(told()) >= 5)
-    assert told() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
+    ranks.wait_until(lambda: len(reported()) >= 5)
+    assert reported() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
 
 
 def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,26 +261,26 @@ def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(mon
             os.kill(own.pid(rank), signal.SIGKILL)
         taken = own.wait_for(messages.SnapshotReply, asked).snapshots
         assert (taken[0].source, taken[3].source) == ("inside", "inside")
-        for told in taken[1:3]:  # as it was, or as it ended: whichever was seen first
-            assert told.source == "outside" or told.exited is not None or "ended" in (told.problem or "")
+        for reported in taken[1:3]:  # as it was, or as it ended: whichever was seen first
+            assert reported.source == "outside" or reported.exited is not None or "ended" in (reported.problem or "")
         own.wait_until(lambda: own.agent.ledger.ranks[1].exit_reason and own.agent.ledger.ranks[2].exit_reason)
-        told = own.take_snapshots()[2]
-        assert told.exited is not None
-        assert (told.exited.signal, told.exited.oom_killed, told.source) == (signal.SIGKILL, False, "none")
-        assert told.problem == "its process is gone"
+        reported = own.take_snapshots()[2]
+        assert reported.exited is not None
+        assert (reported.exited.signal, reported.exited.oom_killed, reported.source) == (signal.SIGKILL, False, "none")
+        assert reported.problem == "its process is gone"
 
         kills[0] = 4  # as the kernel counts when it is out of memory
         os.kill(own.pid(3), signal.SIGKILL)
         own.wait_until(lambda: own.agent.ledger.ranks[3].exit_reason)
-        told = own.take_snapshots()[3]
-        assert told.exited is not None
-        assert told.process is not None
-        assert (told.exited.oom_killed, told.process.oom_killed) == (True, True)
+        reported = own.take_snapshots()[3]
+        assert reported.exited is not None
+        assert reported.process is not None
+        assert (reported.exited.oom_killed, reported.process.oom_killed) == (True, True)
         lost = own.agent.ledger.ranks[3].exit_reason
         assert lost == "was killed by SIGKILL because the host ran out of memory"
 
         own.send(messages.KillRanks(call=own.new_call_id(), ranks=(0,), signal=9))  # type: ignore[arg-type]
         own.wait_for(messages.CallFinished, call)
-        told = own.take_snapshots()[0]
-        assert told.exited is not None
-        assert not told.exited.oom_killed  # that one was asked for
+        reported = own.take_snapshots()[0]
+        assert reported.exited is not None
+        assert not reported.exited.oom_killed  # that one was asked for

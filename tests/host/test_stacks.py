@@ -17,15 +17,15 @@ CELL = "<ipython-input-3-abc>"
 
 
 def stack(*frames: tuple[str, str], main: bool = True, num_cut: int = 0, cut_at: int = 0) -> ThreadStack:
-    told = tuple(Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
-    return ThreadStack("MainThread", told, is_main=main, num_truncated=num_cut, truncated_at=cut_at)
+    reported = tuple(Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
+    return ThreadStack("MainThread", reported, is_main=main, num_truncated=num_cut, truncated_at=cut_at)
 
 
 PLUMBING = (("<frozen runpy>", "_run"), (f"{OWN}/rank/main.py", "run_rank"), (f"{OWN}/rank/cells/shell.py", "run"))
 
 
-def functions(told: ThreadStack) -> list[str]:
-    return [frame.function for frame in told.frames]
+def functions(reported: ThreadStack) -> list[str]:
+    return [frame.function for frame in reported.frames]
 
 
 def test_the_cells_frame_is_outermost() -> None:
@@ -55,22 +55,22 @@ def test_other_threads_are_left_as_they_are() -> None:
 
 def test_the_gap_of_a_deep_stack_stays_where_it_is() -> None:
     whole = stack(*PLUMBING, (CELL, "fall"), (CELL, "fall"), num_cut=900, cut_at=4)
-    told = stacks.trim_to_user_frames(whole, CELL)
-    assert (functions(told), told.num_truncated, told.truncated_at) == (["fall", "fall"], 900, 1)
+    reported = stacks.trim_to_user_frames(whole, CELL)
+    assert (functions(reported), reported.num_truncated, reported.truncated_at) == (["fall", "fall"], 900, 1)
 
 
 def spied(frames: int = 1, **thread: object) -> bytes:
     innermost_first = [
         {"name": f"Model.f{number}", "filename": "/m.py", "line": number} for number in reversed(range(frames))
     ]
-    told = {"pid": 7, "os_thread_id": 7, "thread_name": "MainThread", "active": True, "owns_gil": True}
-    return json.dumps([{**told, "frames": innermost_first, **thread}]).encode()
+    reported = {"pid": 7, "os_thread_id": 7, "thread_name": "MainThread", "active": True, "owns_gil": True}
+    return json.dumps([{**reported, "frames": innermost_first, **thread}]).encode()
 
 
 def test_py_spys_stacks_are_turned_round_and_named_as_ranks_name_them() -> None:
-    (told,) = stacks.parse_py_spy(spied(3))
-    assert functions(told) == ["f0", "f1", "f2"]
-    assert (told.is_main, told.has_gil, told.is_active, told.native_id) == (True, True, True, 7)
+    (reported,) = stacks.parse_py_spy(spied(3))
+    assert functions(reported) == ["f0", "f1", "f2"]
+    assert (reported.is_main, reported.has_gil, reported.is_active, reported.native_id) == (True, True, True, 7)
 
 
 def test_py_spys_main_thread_comes_first_and_meshbooks_own_are_left_out() -> None:
@@ -79,13 +79,13 @@ def test_py_spys_main_thread_comes_first_and_meshbooks_own_are_left_out() -> Non
         *json.loads(spied(os_thread_id=9, thread_name="meshbook-service")),
         *json.loads(spied()),
     ]
-    assert [told.name for told in stacks.parse_py_spy(json.dumps(threads).encode())] == ["MainThread", "loader"]
+    assert [reported.name for reported in stacks.parse_py_spy(json.dumps(threads).encode())] == ["MainThread", "loader"]
 
 
 def test_a_deep_stack_of_py_spys_is_cut_in_the_middle() -> None:
-    (told,) = stacks.parse_py_spy(spied(1000))
-    assert (len(told.frames), told.num_truncated, told.truncated_at) == (200, 800, 100)
-    assert (told.frames[0].function, told.frames[-1].function) == ("f0", "f999")
+    (reported,) = stacks.parse_py_spy(spied(1000))
+    assert (len(reported.frames), reported.num_truncated, reported.truncated_at) == (200, 800, 100)
+    assert (reported.frames[0].function, reported.frames[-1].function) == ("f0", "f999")
 
 
 @pytest.mark.parametrize("output", [b"", b"{}x", b"3", b'[{"frames": 3}]', b'[{"frames": [{}]}]', b"\xff"])

@@ -221,9 +221,9 @@ class _Program:
         raise WrongResult(f"the call that was stopped has the answer {got}")
 
     def _kill(self) -> None:
-        told: list[Any] = []
+        reported: list[Any] = []
         hook = meshbook.actor.unhandled_fault_hook
-        meshbook.actor.unhandled_fault_hook = told.append  # type: ignore[assignment]
+        meshbook.actor.unhandled_fault_hook = reported.append  # type: ignore[assignment]
         try:
             future = self._begin_fault()
             try:

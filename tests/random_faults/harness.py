@@ -193,18 +193,18 @@ def deadline(mesh: Callable[[], Mesh | None], seconds: float = DEADLINE_S) -> It
     """
     main = threading.main_thread().ident or 0
     over = threading.Event()
-    told: list[str] = []
+    reported: list[str] = []
 
     def hung(number: int, frame: FrameType | None) -> None:
-        raise ProgramHung("".join(told))
+        raise ProgramHung("".join(reported))
 
     def watch() -> None:
         if over.wait(seconds):
             return
-        told.append(f"not at its end after {seconds:g} s\n{stacks(mesh())}")
+        reported.append(f"not at its end after {seconds:g} s\n{stacks(mesh())}")
         signal.pthread_kill(main, signal.SIGUSR2)
         if not over.wait(LAST_WAIT_S):  # something has caught it: without a supervisor every wait ends
-            print("".join(told), file=sys.stderr, flush=True)
+            print("".join(reported), file=sys.stderr, flush=True)
             end_supervisor(mesh())
 
     before = signal.signal(signal.SIGUSR2, hung)
@@ -225,14 +225,14 @@ def stacks(mesh: Mesh | None) -> str:
         f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     ]
-    told = [f"--- this process\n{''.join(own)}"]
+    reported = [f"--- this process\n{''.join(own)}"]
     if mesh is not None:
         for name, ask in (("why", mesh.why), ("stacks", mesh.stacks)):
             try:
-                told.append(f"--- {name}\n{ask().text}")
+                reported.append(f"--- {name}\n{ask().text}")
             except Exception as error:
-                told.append(f"--- {name}: {error!r}")
-    return "\n".join(told)
+                reported.append(f"--- {name}: {error!r}")
+    return "\n".join(reported)
 
 
 def end_supervisor(mesh: Mesh | None) -> None:

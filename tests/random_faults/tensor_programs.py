@@ -188,8 +188,8 @@ class _Program:
         try:
             self._run()
         except WrongResult as wrong:
-            told = [f"{'>' if at == self.fault_at else ' '} {at}: {line}" for at, line in enumerate(self.lines)]
-            raise WrongResult("\n".join([f"{self.kind}: {wrong}", *told])) from wrong
+            reported = [f"{'>' if at == self.fault_at else ' '} {at}: {line}" for at, line in enumerate(self.lines)]
+            raise WrongResult("\n".join([f"{self.kind}: {wrong}", *reported])) from wrong
         return self.kind
 
     def _run(self) -> None:
@@ -391,7 +391,7 @@ class _Program:
             if not any(torch.equal(value, one) for one in allowed):
                 raise WrongResult(
                     f"{name} reads as {value.tolist()}, and must be one of {[one.tolist() for one in allowed]}"
-                    f" ({'told' if self.fault_reported else 'not told'} of the fault)"
+                    f" ({'reported' if self.fault_reported else 'not told'} of the fault)"
                 )
 
     def _recover(self) -> None:

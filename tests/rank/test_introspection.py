@@ -122,7 +122,7 @@ def matches(shell: RankShell, code: str) -> list[str]:
     return list(answer["matches"])
 
 
-def told(shell: RankShell, code: str, detail: int = 0) -> str:
+def reported(shell: RankShell, code: str, detail: int = 0) -> str:
     answer = introspection.inspect(shell, code, len(code), detail)
     assert answer["found"], code
     return re.sub(r"\x1b\[[0-9;]*m", "", answer["data"]["text/plain"])
@@ -196,30 +196,30 @@ def test_a_cursor_outside_of_the_code_is_no_error(shell: RankShell) -> None:
 
 
 def test_a_function_shows_signature_docstring_and_on_request_its_source(shell: RankShell) -> None:
-    text = told(shell, "train")
+    text = reported(shell, "train")
     assert "Signature: train(model, lr=0.1, *, steps: int = 10)" in text
     assert "Docstring: Train it." in text
     assert "return steps" not in text
-    source = told(shell, "train", 1)
+    source = reported(shell, "train", 1)
     assert "Source:" in source
     assert 'def train(model, lr=0.1, *, steps: int = 10):\n    """Train it."""\n    return steps' in source
 
 
 def test_inside_a_call_the_function_is_shown(shell: RankShell) -> None:
     for code in ("train(", "train(model, ", "train(model, lr=0.2, "):
-        assert told(shell, code).startswith("Signature: train(")
+        assert reported(shell, code).startswith("Signature: train(")
 
 
 def test_the_source_of_a_class_from_a_cell_is_found(shell: RankShell) -> None:
-    source = told(shell, "Model", 1)
+    source = reported(shell, "Model", 1)
     assert "class Model(nn.Module):" in source
     assert "return self.fc(x) * scale" in source
     assert "class Loud" not in source
-    assert "class Slotted:" in told(shell, "Slotted", 1)
+    assert "class Slotted:" in reported(shell, "Slotted", 1)
 
 
 def test_an_instance_shows_its_type_and_what_calling_it_takes(shell: RankShell) -> None:
-    text = told(shell, "model")
+    text = reported(shell, "model")
     assert "Signature:       model(x, scale=1)" in text
     assert "__main__.Model" in text
     assert "<Model: " in text
@@ -249,7 +249,7 @@ def test_an_instance_shows_its_type_and_what_calling_it_takes(shell: RankShell) 
     ],
 )
 def test_inspection_says(shell: RankShell, code: str, expected: str) -> None:
-    assert expected in told(shell, code)
+    assert expected in reported(shell, code)
 
 
 @pytest.mark.parametrize("code", ["nothing_here", "loud.computed", "loud.nope", "", "   ", "1 + "])

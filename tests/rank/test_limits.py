@@ -44,7 +44,7 @@ def test_other_errors_and_folders_with_space_are_not_explained(monkeypatch: pyte
 
 
 def test_a_lack_of_descriptors_is_told_with_the_limit_whatever_library_says_it() -> None:
-    told = explain_fd_shortage(RuntimeError("[enforce fail] pipe: Too many open files"))
-    assert told is not None
-    assert told.errno == errno.EMFILE
-    assert "no file descriptors left (its limit is" in str(told)
+    reported = explain_fd_shortage(RuntimeError("[enforce fail] pipe: Too many open files"))
+    assert reported is not None
+    assert reported.errno == errno.EMFILE
+    assert "no file descriptors left (its limit is" in str(reported)

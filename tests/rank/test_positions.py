@@ -34,12 +34,12 @@ class Rank:
         return found
 
     def left(self, **changes: Any) -> RankPosition:
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "rank": self.rank, "last_call": "c1", "last_status": "error", "cause": "", "is_held_or_idle": True,
             "is_idle": True, "has_other_collective_threads": False, "num_groups_created": 1, "groups": (self.group(),),
             **changes,
         }  # fmt: skip
-        return RankPosition(**told)
+        return RankPosition(**reported)
 
 
 def test_a_position_tells_what_was_begun_what_failed_and_what_is_under_way() -> None:

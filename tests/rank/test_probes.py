@@ -38,8 +38,8 @@ class Rank:
 
     def news(self) -> list[tuple[str, int, bool]]:
         """What a beat tells of collectives: op, number, whether it is open."""
-        told = self.probes.measure("cpu").collectives
-        return [(seen.op, seen.seq, seen.ended_s_ago is None) for seen in told]
+        reported = self.probes.measure("cpu").collectives
+        return [(seen.op, seen.seq, seen.ended_s_ago is None) for seen in reported]
 
 
 @pytest.fixture
@@ -76,16 +76,16 @@ def test_of_many_collectives_the_newest_are_told_and_those_that_are_open(rank: R
     stuck = rank.begin("send", peer=1)
     for _ in range(3000):
         rank.ring.finish(rank.begin())
-    told = rank.probes.measure("cpu")
-    assert told.health.num_collectives == 3001  # type: ignore[union-attr]
-    assert len(told.collectives) == 64
-    assert told.collectives[-1].seq == 3000
+    reported = rank.probes.measure("cpu")
+    assert reported.health.num_collectives == 3001  # type: ignore[union-attr]
+    assert len(reported.collectives) == 64
+    assert reported.collectives[-1].seq == 3000
     assert stuck.t_end is None  # forgotten by a ring of a thousand, and by the beat that began after it
     rank.begin("recv", peer=1)
     for _ in range(100):
         rank.ring.finish(rank.begin())
-    told = rank.probes.measure("cpu")
-    assert (told.collectives[0].op, told.collectives[0].peer, len(told.collectives)) == ("recv", 1, 65)
+    reported = rank.probes.measure("cpu")
+    assert (reported.collectives[0].op, reported.collectives[0].peer, len(reported.collectives)) == ("recv", 1, 65)
 
 
 def test_a_collective_that_nobody_waited_for_is_asked_whether_it_has_ended(rank: Rank) -> None:
@@ -98,9 +98,9 @@ def test_a_collective_that_nobody_waited_for_is_asked_whether_it_has_ended(rank:
 
 def test_scalars_come_with_the_beat(rank: Rank) -> None:
     rank.log.log(None, {"loss": 0.5})
-    told = rank.probes.measure("cpu")
-    assert [(scalar.name, scalar.value) for scalar in told.scalars] == [("loss", 0.5)]
-    assert told.health.num_steps == 1  # type: ignore[union-attr]
+    reported = rank.probes.measure("cpu")
+    assert [(scalar.name, scalar.value) for scalar in reported.scalars] == [("loss", 0.5)]
+    assert reported.health.num_steps == 1  # type: ignore[union-attr]
 
 
 class Cuda(types.SimpleNamespace):

@@ -114,13 +114,13 @@ def objects(here: RankContext) -> list[Any]:
 
     gathered: list[Any] = [None] * here.size
     dist.all_gather_object(gathered, {"rank": here.rank, "text": "x" * here.rank})
-    told: list[Any] = [("of", here.rank)]
-    dist.broadcast_object_list(told, src=1)
+    reported: list[Any] = [("of", here.rank)]
+    dist.broadcast_object_list(reported, src=1)
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, [f"for {rank}" for rank in range(here.size)] if here.rank == 2 else None, src=2)
     all_of_them: list[Any] | None = [None] * here.size if here.rank == 0 else None
     dist.gather_object(here.rank**2, all_of_them, dst=0)
-    return [gathered, told, mine, all_of_them]
+    return [gathered, reported, mine, all_of_them]
 
 
 def point_to_point(here: RankContext) -> list[Any]:
@@ -534,10 +534,10 @@ def wrong_call(here: RankContext) -> bool:
 
     with pytest.raises((RuntimeError, ValueError)):
         dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(3))
-    told = here.ring.last.error
+    reported = here.ring.last.error
     with pytest.raises((RuntimeError, ValueError)):
         dist.all_gather([torch.ones(1)], torch.ones(1))
-    return bool(here.groups.is_broken) or told is None or here.ring.running() != ()
+    return bool(here.groups.is_broken) or reported is None or here.ring.running() != ()
 
 
 def test_a_call_with_wrong_arguments_is_an_error_and_no_break(watched: World) -> None:

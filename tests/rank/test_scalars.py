@@ -39,7 +39,7 @@ def log(clock: Clock) -> Iterator[ScalarLog]:
     scalars.install(None)
 
 
-def told(log: ScalarLog) -> list[tuple[str, int, float]]:
+def reported(log: ScalarLog) -> list[tuple[str, int, float]]:
     return [(scalar.name, scalar.step, scalar.value) for scalar in log.drain()[0]]
 
 
@@ -48,8 +48,14 @@ def test_numbers_are_told_in_order_with_a_step_that_counts_itself(log: ScalarLog
     meshbook.log(loss=1.5)
     meshbook.log(loss=0.5, step=100)
     meshbook.log(loss=0.25)
-    assert told(log) == [("loss", 0, 2.5), ("lr", 0, 1.0), ("loss", 1, 1.5), ("loss", 100, 0.5), ("loss", 101, 0.25)]
-    assert told(log) == []
+    assert reported(log) == [
+        ("loss", 0, 2.5),
+        ("lr", 0, 1.0),
+        ("loss", 1, 1.5),
+        ("loss", 100, 0.5),
+        ("loss", 101, 0.25),
+    ]
+    assert reported(log) == []
 
 
 def test_calls_that_name_one_step_are_one_step(log: ScalarLog) -> None:
@@ -74,12 +80,12 @@ def test_calls_that_name_one_step_are_one_step(log: ScalarLog) -> None:
 )
 def test_what_is_one_number_is_taken(log: ScalarLog, given: object, value: float) -> None:
     meshbook.log(x=given)
-    assert told(log) == [("x", 0, value)]
+    assert reported(log) == [("x", 0, value)]
 
 
 def test_a_number_that_is_none_is_kept(log: ScalarLog) -> None:
     meshbook.log(x=math.nan)
-    assert math.isnan(told(log)[0][2])
+    assert math.isnan(reported(log)[0][2])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def test_a_number_that_is_none_is_kept(log: ScalarLog) -> None:
 def test_what_is_not_one_number_is_refused_by_name(log: ScalarLog, given: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         meshbook.log(loss=given)
-    assert told(log) == []
+    assert reported(log) == []
 
 
 def test_a_step_that_is_not_a_whole_number_is_refused(log: ScalarLog) -> None:

@@ -62,7 +62,7 @@ class Host:
         addresses = [f"ipc://{folder}/{name}.sock" for name in ("service", "work")]
         for socket, address in zip((self.service, self.work), addresses, strict=True):
             socket.bind(address)
-        told = spawn.RankConfig(
+        reported = spawn.RankConfig(
             rank=0,
             local_rank=0,
             local_world_size=1,
@@ -74,13 +74,13 @@ class Host:
             threads=1,
         )
         self.output = OutputBuffer(redirect_fds=False)
-        reporter = Reporter(self.context, told, self.output)
+        reporter = Reporter(self.context, reported, self.output)
         self.answers: dict[type, Callable[[Any], Any]] = {messages.PreviewNames: lambda ask: {}}
         parts: Any = rank
         nothing: Any = None
         self.thread = Service(
             self.context,
-            told,
+            reported,
             "cpu",
             CallState(0),
             parts,
@@ -167,8 +167,8 @@ def test_a_rank_that_cannot_measure_itself_goes_on_beating(
 
     monkeypatch.setattr(rank.pool, "trim", fails)
     monkeypatch.setattr(host.thread._probes, "measure", fails)
-    told = {host.hear(messages.ServiceFailed).activity for _ in range(2)}
-    assert told == {"giving back shared memory", "measuring"}
+    reported = {host.hear(messages.ServiceFailed).activity for _ in range(2)}
+    assert reported == {"giving back shared memory", "measuring"}
     assert host.hear(messages.RankHeartbeat).metrics is None
 
 

@@ -57,8 +57,8 @@ def stand() -> Iterator[Callable[..., Standing]]:
 
 def sendable(stack: ThreadStack) -> ThreadStack:
     """As it arrives on the other side; it would raise if it could not travel."""
-    told = messages.RankSnapshot(rank=0, stacks=(stack,))
-    frames = codec.encode(messages.RankSnapshotReply(rank=0, call="a-1", snapshot=told))  # type: ignore[arg-type]
+    reported = messages.RankSnapshot(rank=0, stacks=(stack,))
+    frames = codec.encode(messages.RankSnapshotReply(rank=0, call="a-1", snapshot=reported))  # type: ignore[arg-type]
     arrived = codec.rank_reports.decode(frames)
     assert isinstance(arrived, messages.RankSnapshotReply)
     return arrived.snapshot.stacks[0]
@@ -165,11 +165,11 @@ def test_the_last_collectives_are_told_and_older_ones_that_are_open() -> None:
     stuck = ring.begin("recv", label, peer=1)
     for _ in range(20):
         ring.finish(ring.begin("all_reduce", label))
-    told = snapshot.describe_ring(ring, 5, stuck.t_start + 7.0)
-    assert [seen.op for seen in told] == ["recv"] + ["all_reduce"] * 5
-    assert (told[0].peer, told[0].began_s_ago, told[0].ended_s_ago) == (1, 7.0, None)
-    assert told[-1].frame is not None
-    assert told[-1].frame.function == "test_the_last_collectives_are_told_and_older_ones_that_are_open"
+    reported = snapshot.describe_ring(ring, 5, stuck.t_start + 7.0)
+    assert [seen.op for seen in reported] == ["recv"] + ["all_reduce"] * 5
+    assert (reported[0].peer, reported[0].began_s_ago, reported[0].ended_s_ago) == (1, 7.0, None)
+    assert reported[-1].frame is not None
+    assert reported[-1].frame.function == "test_the_last_collectives_are_told_and_older_ones_that_are_open"
 
 
 def test_a_stack_that_changes_while_it_is_read_is_still_one() -> None:
@@ -242,15 +242,15 @@ def test_a_thread_that_waits_for_a_lock_tells_which_and_who_has_it(
     deadline = time.monotonic() + 30
     try:
         while True:
-            (told,) = (
+            (reported,) = (
                 stack for stack in snapshot.collect_thread_stacks(threading.get_ident()) if stack.name == "waiter"
             )
-            if told.waits_on is not None or time.monotonic() > deadline:
+            if reported.waits_on is not None or time.monotonic() > deadline:
                 break
     finally:
         taken.release()
         thread.join(30)
-    assert (told.waits_on, told.held_by) == (waits_on, held_by)
+    assert (reported.waits_on, reported.held_by) == (waits_on, held_by)
 
 
 def test_looking_for_a_lock_runs_no_code_of_the_users(stand: Callable[..., Standing]) -> None:

@@ -166,8 +166,8 @@ def test_one_timer_at_a_time_brings_what_the_rate_did_not_admit() -> None:
     flood = tuple(line("x" * 1000, 0) for _ in range(4000))
     (timer,) = [effect for effect in stream.add(0, flood, 0.0) if isinstance(effect, SetTimer)]
     assert not [effect for effect in stream.add(0, flood, 0.0) if isinstance(effect, SetTimer)]
-    (told,) = stream.timer_fired(timer.delay_s)
-    assert isinstance(told, SendToClient)
+    (reported,) = stream.timer_fired(timer.delay_s)
+    assert isinstance(reported, SendToClient)
 
 
 def test_late_output_goes_to_everybody() -> None:

@@ -13,11 +13,11 @@ from meshbook.wire.messages import GroupPosition, Outcome, OutcomeGroup, RankPos
 
 def at(rank: int, *groups: GroupPosition, **changes: Any) -> RankPosition:
     """A rank at rest after call c1."""
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "rank": rank, "last_call": "c1", "last_status": "error", "cause": "", "is_held_or_idle": True, "is_idle": True,
         "has_other_collective_threads": False, "num_groups_created": 1, "groups": groups, **changes,
     }  # fmt: skip
-    return RankPosition(**told)
+    return RankPosition(**reported)
 
 
 def world(num_begun: int, ranks: tuple[int, ...] = (0, 1), **changes: Any) -> GroupPosition:

@@ -39,13 +39,13 @@ class Scenery(World):
             )
             for rank in ranks
         )
-        told = tuple(
+        reported = tuple(
             RankMetrics(
                 rank=rank, **{"health": Health(cpu_percent=1.0, num_collectives=4), **(measured or {}).get(rank, {})}
             )
             for rank in ranks
         )
-        return self.host(messages.HostHeartbeat(host=host, ranks=infos, metrics=told), host)
+        return self.host(messages.HostHeartbeat(host=host, ranks=infos, metrics=reported), host)
 
     def ring(self, steps: list[s.Effect], word: str) -> list[s.Effect]:
         """Let the alarms go off whose name has this word."""
@@ -77,8 +77,8 @@ def snapshot(rank: int) -> RankSnapshot:
 
 def watched(steps: list[s.Effect]) -> list[messages.MeshUpdate]:
     """What those that watch are told, as it comes out at the other end."""
-    told = [codec.supervisor_reports.decode(codec.encode(one)) for one in messages_of(steps, messages.MeshUpdate)]
-    return [update for update in told if isinstance(update, messages.MeshUpdate)]
+    reported = [codec.supervisor_reports.decode(codec.encode(one)) for one in messages_of(steps, messages.MeshUpdate)]
+    return [update for update in reported if isinstance(update, messages.MeshUpdate)]
 
 
 # ---- looks
@@ -218,10 +218,10 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
         asked = messages_of(ticks, messages.TakeSnapshots)
     again = world.ring(world.seen(asked[0].call), "again")
     (second,) = messages_of(again, messages.TakeSnapshots)
-    told = world.seen(second.call)
+    reported = world.seen(second.call)
     assert world.now < 13.0
-    (output,) = messages_of(told, messages.CallOutput)
-    assert steps_of(told, s.SendToClient)[0].client == "one"
+    (output,) = messages_of(reported, messages.CallOutput)
+    assert steps_of(reported, s.SendToClient)[0].client == "one"
     assert "rank 3" in str(output.items[0]).lower()
     assert "all_reduce #41" in str(output.items[0])
     (news,) = watched(world.ring(begun, "news"))

@@ -18,11 +18,11 @@ def beats(stalls: StallDetector, seconds: range, pulse_of: Callable[[int, int], 
     """Let every rank beat once per second; when somebody was asked to look first, or None."""
     for now in seconds:
         for rank in RANKS:
-            told = pulse_of(rank, now)
-            if told is not None:
+            reported = pulse_of(rank, now)
+            if reported is not None:
                 still = {"line": 3, "num_collectives": 4, "num_steps": 0, "cpu_percent": 1}
-                wait = told.pop("wait", None)
-                stalls.heartbeat(RankStatus(rank=rank, **{**still, **told}), wait, float(now))
+                wait = reported.pop("wait", None)
+                stalls.heartbeat(RankStatus(rank=rank, **{**still, **reported}), wait, float(now))
         if stalls.start_due_probes(float(now)):
             return now
     return None

@@ -199,8 +199,8 @@ def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_
         OutcomeGroup((1, 3), Outcome(status="skipped")),
         OutcomeGroup((2,), Outcome(status="lost")),
     )
-    told = messages.CallFinished(call="c1", outcomes=parts, seconds=1.0, items=(line,))
-    (finished,) = messages_of(world.host(told), messages.CallFinished)
+    reported = messages.CallFinished(call="c1", outcomes=parts, seconds=1.0, items=(line,))
+    (finished,) = messages_of(world.host(reported), messages.CallFinished)
     assert finished.outcomes == parts
     assert finished.items == (line,)
     assert [exited.rank for exited in finished.lost] == [2]
@@ -344,8 +344,8 @@ def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told() ->
     (shown,) = messages_of(steps, messages.CallOutput)
     assert 1000 <= len(shown.items) < 2000
     (alarm,) = steps_of(steps, s.SetTimer)
-    (told,) = messages_of(world.state.timer_fired(alarm.name, alarm.delay_s), messages.CallOutput)
-    (notice,) = told.items
+    (reported,) = messages_of(world.state.timer_fired(alarm.name, alarm.delay_s), messages.CallOutput)
+    (notice,) = reported.items
     assert "not shown" in notice.item.text
 
 
@@ -543,9 +543,9 @@ def test_ranks_do_not_wait_for_one_that_cannot_form_its_groups_and_its_reason_is
     world.run()
     world.finish("c1", status="interrupted", groups_broken=True)
     steps = world.host(messages.CallProgressed(call="form-2", done=(1,), failure="rank 1: OSError: no descriptors"))
-    (told,) = messages_of(steps, messages.AbortCollectives)
-    assert (told.ranks, told.interrupt) == ((0, 2, 3), False)
-    assert "rank 1: OSError: no descriptors" in told.reason
+    (reported,) = messages_of(steps, messages.AbortCollectives)
+    assert (reported.ranks, reported.interrupt) == ((0, 2, 3), False)
+    assert "rank 1: OSError: no descriptors" in reported.reason
     again = messages.CallProgressed(call="form-2", done=(1, 2), failure="rank 1: OSError: no descriptors")
     assert not messages_of(world.host(again), messages.AbortCollectives)
     error = messages.RankError(ename="RankLost", evalue="groups were not formed", traceback=())
@@ -598,11 +598,11 @@ def test_ranks_that_are_done_while_others_go_on_are_asked_and_the_others_are_tol
     world.run()
     steps = progressed(world, 1)
     assert messages_of(steps, messages.QueryPositions)[0].ranks == (1,)
-    (told,) = messages_of(
+    (reported,) = messages_of(
         world.answer(steps, {1: world.position(1, cause="rank 1 raised ValueError: no")}), messages.RanksLeft
     )
-    assert (told.call, told.ranks) == ("c1", (0, 2, 3))
-    assert [(left.rank, left.cause) for left in told.left_positions] == [(1, "rank 1 raised ValueError: no")]
+    assert (reported.call, reported.ranks) == ("c1", (0, 2, 3))
+    assert [(left.rank, left.cause) for left in reported.left_positions] == [(1, "rank 1 raised ValueError: no")]
 
 
 def test_a_rank_is_told_of_once_and_those_that_leave_later_too() -> None:
@@ -656,8 +656,8 @@ def test_ranks_of_a_host_that_is_done_are_asked_when_another_host_goes_on() -> N
     world.run()
     steps = world.finish("c1", ranks=(0, 1), host=0, status="error")
     assert messages_of(steps, messages.QueryPositions)[0].ranks == (0, 1)
-    told = messages_of(world.answer(steps, {0: world.position(0), 1: world.position(1)}), messages.RanksLeft)
-    assert told[0].ranks == (2, 3)
+    reported = messages_of(world.answer(steps, {0: world.position(0), 1: world.position(1)}), messages.RanksLeft)
+    assert reported[0].ranks == (2, 3)
 
 
 def test_the_end_of_the_call_is_the_end_of_the_question() -> None:

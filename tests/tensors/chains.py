@@ -729,11 +729,11 @@ def main() -> int:
         last = check(short, mesh, None, 10)
         if last is not None and (last.kind == "hang" or mesh.session.lost):
             mesh = _restart_mesh(mesh, options.ranks)
-        told = (last or failure).text
+        reported = (last or failure).text
         print(
             f"--- seed {seed} --ranks {options.ranks}: {failure.kind}",
             *short,
-            f"# {told}" + ("" if last else " (once)"),
+            f"# {reported}" + ("" if last else " (once)"),
             sep="\n",
             flush=True,
         )

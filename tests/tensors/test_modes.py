@@ -188,10 +188,10 @@ def test_the_newer_names_of_precision_are_followed_too() -> None:
     assert modes.non_default_modes() == ()
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch's older names raise from here on
     try:
-        told = modes.non_default_modes()
-        assert told
+        reported = modes.non_default_modes()
+        assert reported
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        with modes.apply_modes(told):
+        with modes.apply_modes(reported):
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:

@@ -355,16 +355,16 @@ def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
     assert step(x).item() == 8.0
     engine = engine_of(mesh2)
 
-    def told() -> int:
+    def reported() -> int:
         engine.wait()  # what it lets go of goes with the next
         return int(engine.wait()[0]["templates"])
 
-    before = told()
+    before = reported()
     for _ in range(3):
         step(x)
-    assert told() == before + 1
+    assert reported() == before + 1
     step.forget()
-    assert told() == before
+    assert reported() == before
 
 
 def test_a_recorded_function_that_is_gone_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:

@@ -101,9 +101,9 @@ def test_a_bad_batch_of_one_rank_leaves_a_model_that_trains_on(mesh: Mesh, kind:
             loss = training.step(GOOD)
         loss.item()
 
-    with pytest.raises(OperationFailed, match="index out of range") as told:  # the cause, and no closed connection
+    with pytest.raises(OperationFailed, match="index out of range") as reported:  # the cause, and no closed connection
         goes_on()
-    assert told.value.failures[0].ranks == (0,)
+    assert reported.value.failures[0].ranks == (0,)
     got += [training.step(GOOD).item() for _ in range(3)]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(5)), rtol=1e-4, atol=1e-5)
     report = meshbook.recover(training.model, training.opt)
@@ -335,8 +335,8 @@ def test_a_tensor_is_spared_with_the_view_that_a_stop_kept_from_being_made() -> 
     stream = [1, 1, 2, 1, 2, 3, 2, 3]  # a view 2 of 1, a view 3 of 2, and a change of 3
     stopped = Poison(7, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
     skip_from(space, stream, 0, stopped)
-    (told,) = space.report_poisoned()
-    assert (told["lost"], told["spared"]) == ([2, 3], {1: 1})
+    (reported,) = space.report_poisoned()
+    assert (reported["lost"], reported["spared"]) == ([2, 3], {1: 1})
     space.clear_poison([1])
     assert space.values[1] is zeros
 

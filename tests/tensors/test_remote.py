@@ -517,11 +517,11 @@ def test_an_operation_that_fails_on_the_ranks_is_told_where_its_result_is_used(m
     bad = F.embedding(distribute(torch.tensor([1, 9]), mesh2), table)  # the line in question
     after = (bad + 1).sum()
     assert (x * 2).sum().item() == 8  # others live on
-    with pytest.raises(OperationFailed) as told:
+    with pytest.raises(OperationFailed) as reported:
         after.item()
-    assert "the line in question" in str(told.value)
-    assert "index out of range" in str(told.value)
-    assert told.value.failures[0].ranks == (0, 1)
+    assert "the line in question" in str(reported.value)
+    assert "index out of range" in str(reported.value)
+    assert reported.value.failures[0].ranks == (0, 1)
     with pytest.raises(OperationFailed, match="the line in question"):
         bad.full_tensor()
     table.add_(1)
@@ -578,9 +578,9 @@ def test_a_fault_of_one_rank_frees_the_others_from_their_collective(mesh2: Mesh)
     mesh2.run("mine = torch.eye(4) * (-1 if rank else 1)")
     root = torch.linalg.cholesky(mesh2["mine"])
     total = root.reduce("dp")
-    with pytest.raises(OperationFailed, match="not positive-definite") as told:
+    with pytest.raises(OperationFailed, match="not positive-definite") as reported:
         total.full_tensor()
-    assert 1 in told.value.failures[0].ranks
+    assert 1 in reported.value.failures[0].ranks
     assert mesh2.run("torch.distributed.all_reduce(torch.ones(1))") is not None  # groups are formed again
     assert distribute(torch.ones(4), mesh2, [Shard(0)]).sum().item() == 4
 

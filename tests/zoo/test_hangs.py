@@ -49,8 +49,8 @@ def let_loose(mesh: Mesh, source: str, *, asks: bool = False) -> Any:
 def is_told(why: Why, hang: Hang) -> bool:
     """Whether the first finding says all that must be said."""
     finding = why.findings[0]
-    told = finding.kind, finding.ranks, finding.line, finding.others
-    return told == (hang.kind, hang.ranks, hang.line, hang.waiting)
+    reported = finding.kind, finding.ranks, finding.line, finding.others
+    return reported == (hang.kind, hang.ranks, hang.line, hang.waiting)
 
 
 def explained(mesh: Mesh, hang: Hang) -> Why:
