@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshbook.errors import Failure, Released
 from meshbook.fold.numbers import ANSI_ESCAPE, fold_texts
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import FoldedItem, Line, OutcomeGroup, Preview, RankDisplay
+from meshbook.wire.messages import Line, OutcomeGroup, Preview
 
 # Distinct values shown as text; further ones are counted. If there are more, values that differ only in numbers become
 # a range.
@@ -139,36 +139,6 @@ def render_values_html(parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, lim
             f"{_LABEL_HTML}{html.escape(f'{_more_values_text(len(not_shown))} on {holders}; {_ACCESS_HINT}')}</div>"
         )
     return "\n".join(blocks)
-
-
-class LiveStatus:
-    """The latest states of lines in progress, such as progress bars, for a front end.
-
-    Pass it all items of a call in order; draw `text` at the end of the output, and again whenever `update` returns
-    True.
-    """
-
-    def __init__(self) -> None:
-        self._lines: list[Line] = []
-
-    def update(self, item: FoldedItem) -> bool:
-        """Apply an item; whether it changed what is to be drawn. A live line itself is not ordinary output."""
-        if isinstance(item, RankDisplay):
-            return False
-        printed = set(item.ranks)
-        remaining: list[Line] = []
-        for line in self._lines:
-            ranks = line.ranks if line.stream != item.stream else tuple(r for r in line.ranks if r not in printed)
-            if ranks:
-                remaining.append(line if ranks == line.ranks else Line(ranks, line.stream, line.text, live=True))
-        if item.live and item.text:
-            remaining.append(item)
-        before, self._lines = self._lines, sorted(remaining, key=lambda line: (line.ranks, line.stream))
-        return before != self._lines
-
-    def text(self, world_ranks: Ranks, *, colour: bool = True) -> str:
-        """Return the live lines, each with its ranks, joined by line ends; "" if there are none."""
-        return "\n".join(render_line(line, world_ranks, colour=colour) for line in self._lines)
 
 
 def sanitize(text: str, *, colour: bool = True) -> str:

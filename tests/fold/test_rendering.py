@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from meshbook.errors import Failure, Released
 from meshbook.fold.outcomes import fold_outcomes
 from meshbook.fold.rendering import (
-    LiveStatus,
     plain_text,
     render_errors,
     render_line,
@@ -20,7 +19,7 @@ from meshbook.fold.rendering import (
     render_values_html,
     sanitize,
 )
-from meshbook.wire.messages import Display, Line, Outcome, Preview, RankDisplay, Value
+from meshbook.wire.messages import Line, Outcome, Preview, Value
 
 # The same examples in every run, however slow the machine.
 steady = settings(deadline=None, derandomize=True, database=None)
@@ -252,42 +251,6 @@ def test_everything_that_is_shown_is_cleaned():
     assert render_line(line(bad, 0), (0,)) == "x␇"
     assert render_values(held(bad, bad), (0, 1)) == "x␇"
     assert render_errors([Failure((0,), "E", bad, (bad,))], colour=False) == ["rank 0: E: x␇", "x␇"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Live lines, as a reader keeps them
-
-
-def test_a_live_line_takes_the_place_of_its_ranks_earlier_one():
-    board = LiveStatus()
-    assert board.update(line("10%", 0, 1, live=True))
-    assert board.update(line("20%", 0, 1, live=True))
-    assert not board.update(line("20%", 0, 1, live=True))
-    assert board.text((0, 1)) == "20%"
-
-
-def test_a_rank_that_gets_ahead_leaves_the_shared_line_to_the_others():
-    board = LiveStatus()
-    board.update(line("10%", 0, 1, 2, live=True))
-    board.update(line("50%", 1, live=True))
-    assert board.text((0, 1, 2), colour=False) == "[0,2] 10%\n[1] 50%"
-
-
-def test_an_ordinary_line_ends_its_ranks_live_line_on_that_stream():
-    board = LiveStatus()
-    board.update(line("10%", 0, 1, live=True))
-    board.update(Line((0, 1), "stderr", "err", live=True))
-    assert board.update(line("done", 0))
-    assert not board.update(line("more", 0))
-    assert board.text((0, 1), colour=False) == "err\n[1] 10%"
-
-
-def test_a_wiped_bar_and_a_display_leave_nothing_behind():
-    board = LiveStatus()
-    board.update(line("10%", 0, live=True))
-    assert not board.update(RankDisplay((0,), Display({})))
-    assert board.update(line("", 0, live=True))
-    assert board.text((0,)) == ""
 
 
 @pytest.mark.parametrize(
