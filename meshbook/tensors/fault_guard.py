@@ -18,6 +18,8 @@ from meshbook.wire import messages
 CLEAR_FAULTS = -1
 # Seconds that `fetch_state` waits for the acknowledgements of earlier batches, which have ended by then.
 _ACKNOWLEDGED_S = 30.0
+# Unconfirmed optimizer steps before the ranks are asked which they have taken; they remember 4,096.
+_MAX_UNCONFIRMED_STEPS = 256
 
 
 class FaultGuard:
@@ -69,6 +71,8 @@ class FaultGuard:
                     self._sender.fail(mismatch)
             if was_interrupted or self._table.has_lost_ids:
                 self._unconfirmed_steps.update((step.serial, step) for step in batch.steps)
+                if len(self._unconfirmed_steps) > _MAX_UNCONFIRMED_STEPS:
+                    self._needs_resync = True
             self._refresh()
 
     def _register(self, batch: Batch, ranks: Iterable[int], report: dict[str, Any]) -> Fault:
@@ -165,7 +169,8 @@ class FaultGuard:
 
     def _undo_steps_except(self, taken_by_ranks: Sequence[set[int]]) -> None:
         while self._unconfirmed_steps:
-            serial, step = self._unconfirmed_steps.popitem()  # the latest first
+            serial = max(self._unconfirmed_steps)  # the latest first; batches may have ended in another order
+            step = self._unconfirmed_steps.pop(serial)
             if not any(serial in taken for taken in taken_by_ranks):
                 step.undo()
 

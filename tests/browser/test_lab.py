@@ -69,13 +69,15 @@ def test_a_progress_bar_of_all_ranks_is_one_and_moves_in_its_place(notebook: Lab
 
 
 def test_an_error_of_one_rank_is_an_error_of_the_cell_and_what_was_to_run_after_it_does_not(
-    notebook: LabNotebook,
+    notebook: LabNotebook, gate: Path
 ) -> None:
     first = notebook.add("ran_by_test = 'before'")
-    fails = notebook.add("if rank == 1:\n    raise ValueError('bad shard')")
+    fails = notebook.add(f"wait_for({str(gate)!r})\nif rank == 1:\n    raise ValueError('bad shard')")
     after = notebook.add("ran_by_test = 'after'")
     first.editor.click()
     notebook.choose("Run", "Run Selected Cell and All Below")
+    expect(after.prompt).to_have_text(RUNS)
+    gate.touch()
     expect(fails.error).to_contain_text("rank 1: ValueError: bad shard")
     expect(fails.error).to_contain_text("rank 0 ran to its end")
     expect(first.prompt).to_have_text(ENDED)
