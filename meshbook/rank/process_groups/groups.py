@@ -167,9 +167,8 @@ class ProcessGroups:
         case this breaks the groups, and forming them again makes all ranks forget the step.
         """
         backward_incomplete, self._patches.is_backward_incomplete = self._patches.is_backward_incomplete, False
-        if succeeded or self.is_broken or not is_mid_step(backward_incomplete=backward_incomplete):
-            return
-        self.table.invalidate(GroupFailure("a model was left in the middle of a step"))
+        if not succeeded and not self.is_broken and (reason := _mid_step_reason(backward_incomplete)):
+            self.table.invalidate(GroupFailure(reason))
 
     # ---- forming
 
@@ -367,3 +366,11 @@ def _check_axes(axes: Mapping[str, int], world_size: int) -> None:
             f"mesh axes {sizes} need {math.prod(axes.values())} ranks, but the world has {world_size}; "
             "change an axis or the number of ranks"
         )
+
+
+def _mid_step_reason(backward_incomplete: bool) -> str:
+    """Return why models must forget the step under way; "" if none has one."""
+    try:
+        return "a model was left in the middle of a step" if is_mid_step(backward_incomplete) else ""
+    except Exception as error:  # the call must end whatever state models are in
+        return f"whether a model is in the middle of a step is not known: {one_line_error(error)}"

@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
-def is_mid_step(*, backward_incomplete: bool) -> bool:
+def is_mid_step(backward_incomplete: bool) -> bool:
     """Whether a model of this process is in the middle of a step. Call it when no model runs.
 
     Args:
@@ -28,9 +28,7 @@ def is_mid_step(*, backward_incomplete: bool) -> bool:
     if not backward_incomplete and (fsdp is None or not fsdp.FSDPModule.__subclasses__()):
         return False
     return any(
-        backward_incomplete
-        if isinstance(model, DistributedDataParallel)
-        else _is_fsdp_mid_step(model._get_fsdp_state())
+        backward_incomplete if isinstance(model, DistributedDataParallel) else _is_fsdp_mid_step(model)
         for model in _iter_models()
     )
 
@@ -40,7 +38,10 @@ def num_rebucketed_models() -> int:
 
     DDP rebuilds them once, before the second step.
     """
-    return sum(isinstance(model, DistributedDataParallel) and model._has_rebuilt_buckets for model in _iter_models())
+    return sum(
+        isinstance(model, DistributedDataParallel) and getattr(model, "_has_rebuilt_buckets", False)
+        for model in _iter_models()
+    )
 
 
 def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
@@ -53,10 +54,10 @@ def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
     for model in _iter_models():
         if isinstance(model, DistributedDataParallel):
             _reset_ddp(model)
-            if not same_buckets:
-                model.reducer._push_all_rebuilt_params()
+            if not same_buckets and (reducer := model.__dict__.get("reducer")) is not None:
+                reducer._push_all_rebuilt_params()
         else:
-            _reset_fsdp(model._get_fsdp_state())
+            _reset_fsdp(model)
 
 
 def _iter_models() -> Iterator[Any]:
@@ -79,10 +80,21 @@ def reset_interrupted_step(model: torch.nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             _reset_ddp(module)
         elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            _reset_fsdp(module._get_fsdp_state())
+            _reset_fsdp(module)
 
 
-def _is_fsdp_mid_step(state: Any) -> bool:
+def _fsdp_state(model: Any) -> Any:
+    """Return FSDP2's state of a model; None for one that an interrupt left half built, in `fully_shard` for example."""
+    try:
+        return model._get_fsdp_state()
+    except (AssertionError, AttributeError):
+        return None
+
+
+def _is_fsdp_mid_step(model: Any) -> bool:
+    state = _fsdp_state(model)
+    if state is None:
+        return False
     if state._training_state != type(state._training_state).IDLE:
         return True
     if not state._is_root:
@@ -102,11 +114,14 @@ def _reset_ddp(model: Any) -> None:
         model._has_rebuilt_buckets = False
 
 
-def _reset_fsdp(state: Any) -> None:
+def _reset_fsdp(model: Any) -> None:
     """Do what `FSDPModule.reset_iter_state` does from torch 2.13 on, without waiting for aborted operations.
 
     Skips attributes that a version of torch does not have.
     """
+    state = _fsdp_state(model)
+    if state is None:
+        return
     state._training_state = type(state._training_state).IDLE
     _clear_if_present(state, "_modules_to_run_forward")
     if not state._is_root:  # None before the first forward pass, False for submodules
