@@ -177,11 +177,11 @@ class HostAgent:
                 self._loop.call_later(after_s, lambda: self._carry_out(action(self._loop.clock.monotonic())))
             case do.SignalRank(rank, number):
                 self._processes.signal(rank, number)
-            case do.ContinueStopped(ranks, is_first):
+            case do.ContinueStopped(ranks, report):
                 continued = tuple(rank for rank in ranks if self._processes.state(rank) == "T")
                 for rank in continued:
                     self._processes.signal(rank, signal.SIGCONT)
-                self._carry_out(self.ledger.stops.continued(continued) if is_first else [])
+                self._carry_out(report(continued))
             case do.InspectStuck(ranks):
                 states = {rank: self._processes.state(rank) for rank in ranks}
                 self._carry_out(self.ledger.stops.stuck(states, self._loop.clock.monotonic()))

@@ -33,10 +33,10 @@ class SignalRank:
 
 @dataclass(frozen=True)
 class ContinueStopped:
-    """Send SIGCONT to those of the ranks whose processes are stopped, and call `HostLedger.continued` with them."""
+    """Send SIGCONT to those of the ranks whose processes are stopped, and carry out what `report` returns for them."""
 
     ranks: Ranks
-    is_first: bool  # of its Stop: later ones are not reported
+    report: Callable[[Ranks], Instructions]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import enum
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -50,9 +50,14 @@ SECOND_STOP = (*_REPEATS, StopStep(KILL_AFTER_S, StopAction.KILL))
 
 @dataclass(frozen=True)
 class Stop:
-    """One Stop: the ranks that it signalled, each with the command that it ran then."""
+    """One Stop: the ranks that it signalled, each with the command that it ran then.
+
+    Attributes:
+        continued: ranks that it has let go on, which was reported.
+    """
 
     targets: tuple[tuple[RankRecord, QueuedCommand], ...]
+    continued: set[int] = field(default_factory=set)
 
     def unreturned(self) -> list[RankRecord]:
         """The ranks that still run the command of then."""
@@ -82,7 +87,7 @@ class StopEscalation:
                 todo += record.to_service(codec.encode_body(one))
                 todo += record.to_signal(signal.SIGINT)
         stop = Stop(tuple(targets))
-        todo.append(ContinueStopped(tuple(record.rank for record, _ in targets), is_first=True))
+        todo.append(self._continue_stopped(stop, tuple(record.rank for record, _ in targets)))
         if command.hard:
             todo += self._stop_step(stop, StopAction.ABORT)
         for after_s, action in SECOND_STOP if command.hard else FIRST_STOP:
@@ -120,7 +125,7 @@ class StopEscalation:
                 # (`stop_timing.SIGINT_DEBOUNCE_S`).
                 for record in records:
                     todo += record.to_signal(signal.SIGINT)
-                todo.append(ContinueStopped(ranks, is_first=False))
+                todo.append(self._continue_stopped(stop, ranks))
             case StopAction.ABORT:
                 for record in records:
                     abort = messages.AbortCollectives(ranks=(record.rank,), reason="interrupted", interrupt=True)
@@ -136,13 +141,18 @@ class StopEscalation:
                         todo += self._ranks[rank].to_signal(signal.SIGKILL)
         return todo
 
-    def continued(self, ranks: Ranks) -> Instructions:
-        """Ranks were stopped by a signal, and a Stop has let them go on."""
+    def _continue_stopped(self, stop: Stop, ranks: Ranks) -> ContinueStopped:
+        return ContinueStopped(ranks, lambda continued: self._continued(stop, continued))
+
+    def _continued(self, stop: Stop, ranks: Ranks) -> Instructions:
+        """Ranks were stopped by a signal, and a Stop has let them go on. Reported once for each."""
+        new = [rank for rank in ranks if rank not in stop.continued]
+        stop.continued.update(new)
         return [
             _notice(
                 call, group, f"{name_ranks(group)} {_were(group)} stopped (SIGSTOP), and let go on (SIGCONT) by Stop"
             )
-            for call, group in self._by_call(ranks).items()
+            for call, group in self._by_call(new).items()
         ]
 
     def stuck(self, states: Mapping[int, str | None], now: float) -> Instructions:

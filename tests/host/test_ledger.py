@@ -46,11 +46,10 @@ class Host:
             match instruction:
                 case do.SetAlarm(after_s, action):
                     heapq.heappush(self.alarms, (self.now + after_s, len(self.done), action))
-                case do.ContinueStopped(ranks, is_first):
+                case do.ContinueStopped(ranks, report):
                     continued = tuple(rank for rank in ranks if rank in self.stopped_processes)
                     self.stopped_processes -= {*continued}
-                    if is_first:
-                        self.carry_out(self.ledger.stops.continued(continued))
+                    self.carry_out(report(continued))
                 case do.InspectStuck(ranks):
                     self.carry_out(self.ledger.stops.stuck(dict.fromkeys(ranks, "S"), self.now))
 
@@ -399,6 +398,16 @@ def test_a_stopped_process_is_let_go_on_and_the_cell_says_so() -> None:
     host.stopped_processes = {1}
     host.wait(10.0)
     assert len(host.notices()) == 1
+
+
+def test_a_process_that_is_stopped_a_moment_after_the_press_is_reported_too() -> None:
+    host = Host()
+    host.cell("c")
+    host.stop("c")
+    assert host.notices() == []
+    host.stopped_processes = {1}
+    host.wait(1.0)
+    assert host.notices() == ["rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop"]
 
 
 @pytest.mark.parametrize(
