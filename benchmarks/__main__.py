@@ -20,7 +20,7 @@ from benchmarks.report import verdict
 
 # Cheapest first.
 SUITE = (
-    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "bulk", "flood", "groups",
+    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "bulk", "groups",
     "probes", "actor_buffers", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
 
