@@ -56,6 +56,15 @@ def data(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, y, torch.arange(length)
 
 
+def remote_data(mesh: Any, batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """The same on a mesh: the batch is cut over its axis "dp", the places are on every rank."""
+    import meshbook
+
+    specs = (["dp"], ["dp"], [])
+    given = zip(data(batch, length), specs, strict=True)
+    return tuple(meshbook.distribute(tensor, mesh, sharding_spec=spec) for tensor, spec in given)
+
+
 def train_step(model: Any, optimizer: Any, x: Any, y: Any, places: Any) -> Any:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x, places).reshape(-1, VOCABULARY), y)
