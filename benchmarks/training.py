@@ -91,7 +91,7 @@ by_hand = gpt.fsdp_step(mesh, rank, {width}, {layers}, {batch}, {length})""")
             against = base and f"{where}: {what.replace(name, base)}"
             report.add(f"{where}: {what}", figures, "ms", against=against)
             if base and (figures is rank_cpu or (os.cpu_count() or 1) > len(pids)):
-                report.promise(f"{where}: {what}, as in {base}", report.ratio(f"{where}: {what}"), limit, "x")
+                report.promise(f"{where}: {what}, against {base}", report.ratio(f"{where}: {what}"), limit, "x")
         if base:
             report.add(f"{where}: {name}, CPU of this process", own_cpu, "ms")
     report.note(f"{where}: {recorded.stats()}")

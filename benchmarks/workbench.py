@@ -98,6 +98,12 @@ def pss_mib(pid: int) -> float:
     return float(psutil.Process(pid).memory_full_info().pss / 2**20)
 
 
+def mesh_pss_mib(supervisor_pid: int) -> float:
+    """Of a mesh's supervisor and all that it started: hosts, fork servers, stores and ranks."""
+    supervisor = psutil.Process(supervisor_pid)
+    return sum(pss_mib(process.pid) for process in (supervisor, *supervisor.children(recursive=True)))
+
+
 def rss_mib(pid: int) -> float:
     return psutil.Process(pid).memory_info().rss / 2**20
 
