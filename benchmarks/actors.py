@@ -50,7 +50,7 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
 
         @mark
         def cell(self, source: str) -> None:
-            exec(source, vars(self))
+            exec(source, self.__dict__)
 
         @mark
         def note(self, number: int) -> None:

@@ -60,9 +60,9 @@ def remote_data(mesh: Any, batch: int, length: int) -> tuple[torch.Tensor, ...]:
     """The same on a mesh: the batch is cut over its axis "dp", the places are on every rank."""
     import meshbook
 
-    specs = (["dp"], ["dp"], [])
-    given = zip(data(batch, length), specs, strict=True)
-    return tuple(meshbook.distribute(tensor, mesh, sharding_spec=spec) for tensor, spec in given)
+    x, y, places = data(batch, length)
+    cut = (meshbook.distribute(tensor, mesh, sharding_spec=["dp"]) for tensor in (x, y))
+    return *cut, meshbook.distribute(places, mesh, sharding_spec=[])
 
 
 def train_step(model: Any, optimizer: Any, x: Any, y: Any, places: Any) -> Any:

@@ -70,7 +70,7 @@ def measure(quick: bool, _folder: Path) -> Report:
 def stacks(report: Report, rounds: int) -> None:
     for kind, own in STACKS.items():
         snapshots = [snapshot(rank, own(rank)) for rank in range(RANKS)]
-        acts = {
+        acts: dict[str, Callable[[], Any]] = {
             f"merge, {kind}": partial(merge, snapshots),
             f"draw, {kind}": partial(as_text, merge(snapshots)),
             f"explain, {kind}": partial(explain, snapshots),
@@ -86,7 +86,7 @@ def outcomes(report: Report, rounds: int) -> None:
         pairs = [(rank, Outcome("ok", value=value, bound_names=("x", "loss"))) for rank, value in enumerate(values)]
         hosts = [pairs[start : start + RANKS_PER_HOST] for start in range(0, 256, RANKS_PER_HOST)]
         parts = [fold_outcomes(host) for host in hosts]
-        acts = {
+        acts: dict[str, Callable[[], Any]] = {
             f"{kind} outcomes of 256 ranks, folded by all hosts": lambda hosts=hosts: [*map(fold_outcomes, hosts)],
             f"{kind} outcomes of 256 ranks, merged by the supervisor": partial(merge_parts, parts),
         }

@@ -110,7 +110,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The table, the promises and the notes."""
-        cells = [("", "median", "10 %", "90 %", "unit", "")]
+        cells: list[tuple[str, ...]] = [("", "median", "10 %", "90 %", "unit", "")]
         for row in self.rows:
             spread = [figure(decile) for decile in row.spread()] or ["", ""]
             beside = "" if row.against is None else f"{figure(self.ratio(row.what))} x {row.against}"

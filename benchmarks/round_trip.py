@@ -93,11 +93,8 @@ def _echo(address: str, folder: Path, processes_behind: int) -> None:
     import zmq
 
     die_with_parent()
-    with (
-        sockets(processes_behind, folder) if processes_behind else contextlib.nullcontext({}) as calls,
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as dealer,
-    ):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, contextlib.ExitStack() as behind:
+        calls = behind.enter_context(sockets(processes_behind, folder)) if processes_behind else {}
         dealer.connect(address)
         dealer.send(b"here")
         while (message := dealer.recv()) != _END:
