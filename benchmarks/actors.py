@@ -16,19 +16,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import workbench
-from benchmarks.contestants import OURS, Calls, ask_all, promise_share, ray_system, start_all
+from benchmarks.contestants import OURS, START_S, Calls, System, ask_all, promise_share, start_all
 from benchmarks.report import Report
 
 SIZES = (1, 4, 8, 16)
 RANKS = 4
 NUM_BROADCASTS = 10_000
 NUM_BYTES = 64_000_000
+_RAY_STORE_BYTES = 300_000_000
 
 
 def idle(Base: type, mark: Callable[[Any], Any]) -> type:
@@ -45,6 +47,10 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
 
         @mark
         def nothing(self) -> None: ...
+
+        @mark
+        def cell(self, source: str) -> None:
+            exec(source, self.__dict__)
 
         @mark
         def note(self, number: int) -> None:
@@ -157,7 +163,10 @@ def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
         verbs.end(new)
         return taken
 
-    calls: Calls = {"call": lambda: verbs.call(actors, "nothing")}
+    calls: Calls = {
+        "call": lambda: verbs.call(actors, "nothing"),
+        "cell": lambda: verbs.call(actors, "cell", "pass"),
+    }
     if ranks == RANKS:
         calls |= {
             "broadcasts": broadcasts,
@@ -169,16 +178,8 @@ def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
     return calls
 
 
-def meshbook(ranks: int, folder: Path) -> contextlib.AbstractContextManager[Calls]:
-    return same_program("meshbook.actor", ranks)
-
-
-def monarch(ranks: int, folder: Path) -> contextlib.AbstractContextManager[Calls]:
-    return same_program("monarch.actor", ranks)
-
-
 @contextlib.contextmanager
-def same_program(module: str, ranks: int) -> Iterator[Calls]:
+def same_program(module: str, ranks: int, folder: Path) -> Iterator[Calls]:
     actor = importlib.import_module(module)
     try:
         yield _calls(Monarchs(actor), ranks)
@@ -188,11 +189,31 @@ def same_program(module: str, ranks: int) -> Iterator[Calls]:
 
 @contextlib.contextmanager
 def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    with ray_system(ranks, folder) as system:
+    """Ray with as little as actors need: a worker for each CPU that it is given, and actors ask for none."""
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_raylet_start_wait_time_s": f"{START_S:.0f}",  # it gives up after 60 s, and two busy cores need as long
+    }
+    import ray as system
+
+    system.init(
+        num_cpus=min(ranks, os.cpu_count() or 1),
+        object_store_memory=_RAY_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        _temp_dir=str(folder / "ray"),
+    )
+    try:
         yield _calls(Rays(system), ranks)
+    finally:
+        system.shutdown()
 
 
-SYSTEMS = {OURS: meshbook, "Monarch": monarch, "Ray": ray}
+PEERS: dict[str, System] = {"Monarch": functools.partial(same_program, "monarch.actor"), "Ray": ray}
+SYSTEMS: dict[str, System] = {OURS: functools.partial(same_program, "meshbook.actor"), **PEERS}
 
 # What is asked of four actors: words, rounds, the limit as a share of each rival's time.
 QUESTIONS = {

@@ -10,7 +10,7 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from benchmarks.report import Report
 SPAWN = multiprocessing.get_context("spawn")  # nothing is shared but what is sent
 
 # Seconds that a system may take to come up, to answer and to end. Ray needs up to a minute on two busy cores.
-_START_S, _ROUND_S, _STOP_S = 300.0, 60.0, 30.0
-_RAY_STORE_BYTES = 300_000_000
+START_S, _ROUND_S, _STOP_S = 300.0, 60.0, 30.0
 
 OURS = "Meshbook"
 
@@ -32,7 +31,7 @@ System = Callable[[int, Path], contextlib.AbstractContextManager[Calls]]
 
 
 class Contestant:
-    """A system in its own process; both end with the `with`."""
+    """A system in its own process; `close` ends both."""
 
     def __init__(self, name: str, start: System, ranks: int, folder: Path) -> None:
         """Start it and wait until it answers. Blocks.
@@ -46,7 +45,7 @@ class Contestant:
         self._process.start()
         theirs.close()
         try:
-            self.kinds: tuple[str, ...] = self._receive(_START_S)
+            self.kinds: tuple[str, ...] = self._receive(START_S)
         except BaseException:
             self.close()
             raise
@@ -71,12 +70,6 @@ class Contestant:
             raise RuntimeError(f"{self.name}: {received}")
         return received
 
-    def __enter__(self) -> Contestant:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._pipe.close()  # it reads the end, and stops what it started
         end(self._process)
@@ -95,13 +88,14 @@ def start_all(
         for attempt in range(2):
             began = time.perf_counter()
             try:
-                started[name] = running.enter_context(Contestant(name, start, ranks, folder))
+                started[name] = Contestant(name, start, ranks, folder)
             except RuntimeError as error:
                 if name == OURS:
                     raise
                 if attempt:
                     report.note(f"absent from the table with {ranks} processes: {error}")
                 continue
+            running.callback(started[name].close)
             report.note(f"{name}, {ranks} processes: first answer after {time.perf_counter() - began:.1f} s")
             break
     return started
@@ -144,35 +138,8 @@ def _serve(pipe: Connection, start: System, ranks: int, folder: Path) -> None:
 def end(process: Any) -> None:
     """Wait for a process to end, and help it after a while."""
     process.join(_STOP_S)
-    if process.is_alive():
-        process.terminate()
-        process.join(_STOP_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
+    for force in (process.terminate, process.kill):
+        if process.is_alive():
+            force()
+            process.join(_STOP_S)
     process.close()
-
-
-@contextlib.contextmanager
-def ray_system(ranks: int, folder: Path) -> Iterator[Any]:
-    """Ray with as little as actors need: a worker for each CPU that it is given, and actors ask for none."""
-    os.environ |= {
-        "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_enable_metrics_collection": "0",
-        "RAY_raylet_start_wait_time_s": f"{_START_S:.0f}",  # it gives up after 60 s, and two busy cores need as long
-    }
-    import ray as system
-
-    system.init(
-        num_cpus=min(ranks, os.cpu_count() or 1),
-        object_store_memory=_RAY_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        _temp_dir=str(folder / "ray"),
-    )
-    try:
-        yield system
-    finally:
-        system.shutdown()

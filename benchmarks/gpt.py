@@ -56,6 +56,15 @@ def data(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, y, torch.arange(length)
 
 
+def remote_data(mesh: Any, batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """The same on a mesh: the batch is cut over its axis "dp", the places are on every rank."""
+    import meshbook
+
+    x, y, places = data(batch, length)
+    cut = (meshbook.distribute(tensor, mesh, sharding_spec=["dp"]) for tensor in (x, y))
+    return *cut, meshbook.distribute(places, mesh, sharding_spec=[])
+
+
 def train_step(model: Any, optimizer: Any, x: Any, y: Any, places: Any) -> Any:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x, places).reshape(-1, VOCABULARY), y)

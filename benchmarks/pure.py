@@ -1,7 +1,7 @@
 """What decides and folds, without a process or a socket: lines per second, merged stacks, a diagnosis.
 
 Stacks and collectives are made by hand: 1,024 ranks, 60 frames each. Lines are those of one host of four ranks, and
-the supervisor's share of them as ranks grow; a flood is 10 MB/s of printing on each of four ranks.
+the supervisor's share of them as ranks grow.
 
     python -m benchmarks.pure [--quick]
 """
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.diagnose.findings import explain
 from meshbook.diagnose.stack_tree import as_text, merge
-from meshbook.fold.lines import FoldMerger, LineFolder, OutputBudget
+from meshbook.fold.lines import FoldMerger, LineFolder
 from meshbook.fold.outcomes import fold_outcomes, merge_parts
 from meshbook.wire.messages import (
     CollectiveInfo,
@@ -56,50 +57,46 @@ def measure(quick: bool, _folder: Path) -> Report:
     rounds, lines = (1, 1_000) if quick else (10, 20_000)
     stacks(report, rounds)
     for kind, line in LINES.items():
-        acts = {"": partial(host_rate, line, 4, lines)}
-        report.add(
-            f"folding on a host of 4 ranks, {kind}",
-            workbench.take_turns(acts, min(3, rounds), warm_up=0)[""],
-            "lines/s",
-        )
+        rates = [host_rate(line, 4, lines) for _ in range(min(3, rounds))]
+        report.add(f"folding on a host of 4 ranks, {kind}", rates, "lines/s")
     for kind in list(LINES)[:2]:
         for ranks in (8, 64, 256):
             each = supervisor_seconds(LINES[kind], ranks, lines // 20) / (lines // 20)
             report.add(f"the supervisor's share of a folded line, {ranks} ranks, {kind}", 1e6 * each, "us")
-    for kind in ("equal lines", "lines with nothing in common"):
-        share, longest_ms = flood(LINES[kind], 0.2 if quick else 2.0)
-        report.add(f"a flood, {kind}: share of a core", 100 * share, "%")
-        report.add(f"a flood, {kind}: longest flush", longest_ms, "ms")
-    for kind, distinct in (("equal", False), ("distinct", True)):
-        pairs = [(rank, outcome(str(rank * distinct))) for rank in range(256)]
-        hosts = [pairs[start : start + RANKS_PER_HOST] for start in range(0, 256, RANKS_PER_HOST)]
-        parts = [fold_outcomes(host) for host in hosts]
-        acts = {
-            f"{kind} outcomes of 256 ranks, folded by all hosts": workbench.milliseconds(
-                lambda hosts=hosts: [*map(fold_outcomes, hosts)]
-            ),
-            f"{kind} outcomes of 256 ranks, merged by the supervisor": workbench.milliseconds(
-                partial(merge_parts, parts)
-            ),
-        }
-        for name, taken in workbench.take_turns(acts, 2 * rounds).items():
-            report.add(name, taken, "ms")
+    outcomes(report, 2 * rounds)
     return report
 
 
 def stacks(report: Report, rounds: int) -> None:
-    for kind in STACKS:
-        snapshots = [snapshot(rank, STACKS[kind](rank)) for rank in range(RANKS)]
-        tree = merge(snapshots)
-        acts = {
-            f"merge, {kind}": workbench.milliseconds(partial(merge, snapshots)),
-            f"draw, {kind}": workbench.milliseconds(partial(as_text, tree)),
-            f"explain, {kind}": workbench.milliseconds(partial(explain, snapshots)),
+    for kind, own in STACKS.items():
+        snapshots = [snapshot(rank, own(rank)) for rank in range(RANKS)]
+        acts: dict[str, Callable[[], Any]] = {
+            f"merge, {kind}": partial(merge, snapshots),
+            f"draw, {kind}": partial(as_text, merge(snapshots)),
+            f"explain, {kind}": partial(explain, snapshots),
         }
-        for name, taken in workbench.take_turns(acts, rounds, warm_up=1).items():
-            report.add(name, taken, "ms")
+        add_in_turns(report, acts, rounds)
     slowest = max(row.median for row in report.rows if row.what.startswith("merge"))
     report.promise(f"merging {RANKS} stacks of depth {DEPTH}", slowest, LIMIT_MS, "ms")
+
+
+def outcomes(report: Report, rounds: int) -> None:
+    for kind, distinct in (("equal", False), ("distinct", True)):
+        values = [Value(Preview("plain", "int", str(rank * distinct))) for rank in range(256)]
+        pairs = [(rank, Outcome("ok", value=value, bound_names=("x", "loss"))) for rank, value in enumerate(values)]
+        hosts = [pairs[start : start + RANKS_PER_HOST] for start in range(0, 256, RANKS_PER_HOST)]
+        parts = [fold_outcomes(host) for host in hosts]
+        acts: dict[str, Callable[[], Any]] = {
+            f"{kind} outcomes of 256 ranks, folded by all hosts": lambda hosts=hosts: [*map(fold_outcomes, hosts)],
+            f"{kind} outcomes of 256 ranks, merged by the supervisor": partial(merge_parts, parts),
+        }
+        add_in_turns(report, acts, rounds)
+
+
+def add_in_turns(report: Report, acts: dict[str, Callable[[], Any]], rounds: int) -> None:
+    contestants = {name: workbench.milliseconds(act) for name, act in acts.items()}
+    for name, taken in workbench.take_turns(contestants, rounds, warm_up=1).items():
+        report.add(name, taken, "ms")
 
 
 def snapshot(rank: int, own: int | None) -> RankSnapshot:
@@ -163,27 +160,6 @@ def supervisor_seconds(line: Callable[[int, int], str], num_ranks: int, num_line
         merger.flush(start / 1e4)
     merger.flush(num_lines, final=True)
     return time.perf_counter() - began
-
-
-def flood(line: Callable[[int, int], str], seconds: float, bytes_per_s: float = 10e6) -> tuple[float, float]:
-    """Four ranks print 10 MB/s each: the share of a core that folding takes, and the longest flush in milliseconds."""
-    pieces = ["".join(f"{line(rank, number):<79}\n" for number in range(800)) for rank in range(4)]
-    folder, budget = LineFolder(range(4)), OutputBudget()
-    now = flush_at = longest = 0.0
-    began = time.perf_counter()
-    while now < seconds:
-        now += len(pieces[0]) / bytes_per_s
-        for rank, text in enumerate(pieces):
-            folder.feed(rank, (Text("stdout", text),), now)
-        if now >= flush_at:
-            flush_at, flush_began = now + 0.05, time.perf_counter()
-            budget.admit(folder.flush(now, max_chars=32 * 1024), now)
-            longest = max(longest, time.perf_counter() - flush_began)
-    return (time.perf_counter() - began) / seconds, 1e3 * longest
-
-
-def outcome(text: str) -> Outcome:
-    return Outcome("ok", value=Value(Preview("plain", "int", text)), bound_names=("x", "loss"))
 
 
 if __name__ == "__main__":

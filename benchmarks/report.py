@@ -32,10 +32,12 @@ class Row:
     def median(self) -> float:
         return statistics.median(self.samples)
 
-    def percentile(self, percent: int) -> float:
-        """The sample below which `percent` of 100 lie; the only one, if there is but one."""
-        ordered = sorted(self.samples)
-        return ordered[round((len(ordered) - 1) * percent / 100)]
+    def spread(self) -> tuple[float, ...]:
+        """The samples' first and last decile; nothing if there is but one sample."""
+        if len(self.samples) < 2:
+            return ()
+        deciles = statistics.quantiles(self.samples, n=10, method="inclusive")
+        return deciles[0], deciles[-1]
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """The table, the promises and the notes."""
-        cells = [("", "median", "10 %", "90 %", "unit", "")]
+        cells: list[tuple[str, ...]] = [("", "median", "10 %", "90 %", "unit", "")]
         for row in self.rows:
-            spread = (figure(row.percentile(10)), figure(row.percentile(90))) if len(row.samples) > 1 else ("", "")
+            spread = [figure(decile) for decile in row.spread()] or ["", ""]
             beside = "" if row.against is None else f"{figure(self.ratio(row.what))} x {row.against}"
             cells.append((row.what, figure(row.median), *spread, row.unit, beside))
         return [

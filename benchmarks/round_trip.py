@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks import workbench
-from benchmarks.contestants import OURS, SPAWN, Calls, ask_all, end, promise_share, ray_system, start_all
+from benchmarks.actors import PEERS
+from benchmarks.contestants import OURS, SPAWN, Calls, ask_all, end, promise_share, start_all
 from benchmarks.report import Report
 from meshbook.wire.process_control import die_with_parent
 
@@ -26,7 +27,7 @@ BARE, RELAYED = "bare ROUTER/DEALER", "ROUTER/DEALER through a relay"
 LIMIT = 4.0  # times a bare round trip
 
 # Bytes of the command that an empty call takes on Meshbook's own wire, so that bare sockets carry as many.
-_COMMAND = bytes(200)
+_COMMAND, _END = bytes(200), b"end"
 
 
 @contextlib.contextmanager
@@ -35,35 +36,6 @@ def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
 
     with create_mesh(ranks, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
         yield {"call": lambda: mesh.execute(int), "cell": lambda: mesh.run("pass", echo=False)}
-
-
-@contextlib.contextmanager
-def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
-    from monarch.actor import shutdown_context, this_host
-
-    from benchmarks import monarch_actor
-
-    actors = this_host().spawn_procs({"gpus": ranks}).spawn("idle", monarch_actor.Idle)
-    try:
-        yield {"call": lambda: actors.nothing.call().get(), "cell": lambda: actors.cell.call("pass").get()}
-    finally:
-        shutdown_context().get()
-
-
-@contextlib.contextmanager
-def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    class Idle:
-        def nothing(self) -> None: ...
-
-        def cell(self, source: str) -> None:
-            exec(source, vars(self))
-
-    with ray_system(ranks, folder) as system:
-        actors = [system.remote(num_cpus=0)(Idle).remote() for _ in range(ranks)]
-        yield {
-            "call": lambda: system.get([actor.nothing.remote() for actor in actors]),
-            "cell": lambda: system.get([actor.cell.remote("pass") for actor in actors]),
-        }
 
 
 @contextlib.contextmanager
@@ -79,92 +51,59 @@ def ipyparallel(ranks: int, folder: Path) -> Iterator[Calls]:
 
 
 @contextlib.contextmanager
-def sockets(ranks: int, folder: Path) -> Iterator[Calls]:
-    with _router(f"ipc://{folder}/bare.sock") as router, _echoes(router, ranks) as processes:
-        yield {"call": lambda: _exchange(router, processes, _COMMAND)}
+def sockets(ranks: int, folder: Path, processes_behind: int = 0) -> Iterator[Calls]:
+    """An exchange sends a command to each process and waits until all have sent it back.
 
-
-@contextlib.contextmanager
-def relayed_sockets(ranks: int, folder: Path) -> Iterator[Calls]:
-    """Through a process between, as a supervisor is: one message to it, `ranks` from it, one answer back."""
+    Args:
+        processes_behind: each process first makes an exchange with so many processes of its own.
+    """
     import zmq
 
-    front = f"ipc://{folder}/front.sock"
-    relay = SPAWN.Process(target=_relay, args=(front, f"ipc://{folder}/back.sock", ranks))
-    relay.start()
-    try:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.connect(front)
-
-            def call() -> None:
-                dealer.send(_COMMAND)
-                dealer.recv()
-
-            try:
-                yield {"call": call}
-            finally:
-                dealer.send(b"end")
-    finally:
-        end(relay)
-
-
-@contextlib.contextmanager
-def _router(address: str) -> Iterator[Any]:
-    import zmq
-
+    address = f"ipc://{folder}/{os.getpid()}.sock"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
-        yield router
-
-
-def _exchange(router: Any, processes: list[bytes], message: bytes) -> None:
-    for process in processes:
-        router.send_multipart([process, message])
-    for _ in processes:
-        router.recv_multipart()
-
-
-@contextlib.contextmanager
-def _echoes(router: Any, ranks: int) -> Iterator[list[bytes]]:
-    """So many processes that send back what they are sent; their identities, once each has sent its first message."""
-    import zmq
-
-    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    processes = [SPAWN.Process(target=_echo, args=(address,)) for _ in range(ranks)]
-    for process in processes:
-        process.start()
-    identities = [router.recv_multipart()[0] for _ in processes]
-    try:
-        yield identities
-    finally:
-        for identity in identities:
-            router.send_multipart([identity, b"end"])
+        processes = [SPAWN.Process(target=_echo, args=(address, folder, processes_behind)) for _ in range(ranks)]
         for process in processes:
-            end(process)
+            process.start()
+        identities = [router.recv_multipart()[0] for _ in processes]
+
+        def send(message: bytes) -> None:
+            for identity in identities:
+                router.send_multipart([identity, message])
+
+        def exchange() -> None:
+            send(_COMMAND)
+            for _ in identities:
+                router.recv_multipart()
+
+        try:
+            yield {"call": exchange}
+        finally:
+            send(_END)
+            for process in processes:
+                end(process)
 
 
-def _echo(address: str) -> None:
+def relayed_sockets(ranks: int, folder: Path) -> contextlib.AbstractContextManager[Calls]:
+    """Through a process between, as a supervisor is: one message to it, `ranks` from it, one answer back."""
+    return sockets(1, folder, processes_behind=ranks)
+
+
+def _echo(address: str, folder: Path, processes_behind: int) -> None:
     import zmq
 
     die_with_parent()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, contextlib.ExitStack() as behind:
+        calls = behind.enter_context(sockets(processes_behind, folder)) if processes_behind else {}
         dealer.connect(address)
         dealer.send(b"here")
-        while (message := dealer.recv()) != b"end":
+        while (message := dealer.recv()) != _END:
+            for call in calls.values():
+                call()
             dealer.send(message)
 
 
-def _relay(front: str, back: str, ranks: int) -> None:
-    die_with_parent()
-    with _router(front) as clients, _router(back) as router, _echoes(router, ranks) as processes:
-        while (received := clients.recv_multipart())[1] != b"end":
-            _exchange(router, processes, received[1])
-            clients.send_multipart(received)
-
-
-SYSTEMS = {
-    OURS: meshbook, BARE: sockets, RELAYED: relayed_sockets, "Monarch": monarch, "Ray": ray, "ipyparallel": ipyparallel,
-}  # fmt: skip
+SYSTEMS = {OURS: meshbook, BARE: sockets, RELAYED: relayed_sockets, **PEERS, "ipyparallel": ipyparallel}
 
 
 def measure(quick: bool, folder: Path) -> Report:

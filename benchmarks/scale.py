@@ -13,8 +13,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import psutil
-
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh
@@ -37,7 +35,8 @@ def measure(quick: bool, folder: Path) -> Report:
         started = time.perf_counter()
         with create_mesh(ranks, num_hosts=hosts, **options) as mesh:
             report.add(f"{where}: start", time.perf_counter() - started, "s")
-            report.add(f"{where}: PSS of everything but this process", memory_mib(mesh), "MiB")
+            memory_mib = workbench.mesh_pss_mib(mesh.status().supervisor_pid)
+            report.add(f"{where}: PSS of everything but this process", memory_mib, "MiB")
             for cell, source in CELLS.items():
                 run_cells(report, f"{where}: `{cell}`", mesh, source, 10 if quick else 60)
     few, many = (QUICK_FEW, QUICK_MANY) if quick else (FEW, MANY)
@@ -61,12 +60,6 @@ def run_cells(report: Report, what: str, mesh: Mesh, source: str, cells: int) ->
     report.add(what, taken, "ms")
     report.add(f"{what}, supervisor's CPU", 1e3 * (workbench.cpu_s(supervisor) - before) / cells, "ms")
     report.add(f"{what}, controller's CPU", 1e3 * (time.process_time() - own) / cells, "ms")
-
-
-def memory_mib(mesh: Mesh) -> float:
-    """Supervisor, hosts, fork servers and ranks."""
-    supervisor = psutil.Process(mesh.status().supervisor_pid)
-    return sum(workbench.pss_mib(process.pid) for process in (supervisor, *supervisor.children(recursive=True)))
 
 
 if __name__ == "__main__":

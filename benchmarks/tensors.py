@@ -14,11 +14,9 @@ say, costs as much, though nothing of it is sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import importlib.util
-import json
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +26,9 @@ from unittest import mock
 import torch
 
 from benchmarks import gpt, workbench
+from benchmarks.contestants import Calls, start_all
 from benchmarks.report import Report
+from benchmarks.workbench import milliseconds
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors import dispatch, remote
@@ -41,6 +41,7 @@ RANKS = 2
 LIMIT_US, TORCHS_PART_US = 20.0, 9.0
 # How many times Monarch's operations per second ours have to be.
 TIMES_MONARCH = 5.0
+MONARCHS_OPERATIONS = 1_000
 
 
 def measure(quick: bool, folder: Path) -> Report:
@@ -51,13 +52,12 @@ def measure(quick: bool, folder: Path) -> Report:
         ours = tiny_loop(report, mesh, rounds=3 if quick else 15, operations=2_000 if quick else 10_000)
         number(report, mesh, rounds=20 if quick else 300)
         whole_tensor(report, mesh, mib=16 if quick else 256, rounds=2 if quick else 5)
-    theirs = monarch(500 if quick else 3_000)
-    if theirs is None:
-        report.note("absent from the table: Monarch's tensor engine is not installed here")
-    else:
-        report.add("a tiny operation, end to end: Monarch", theirs["wall_us"], "us", against=END_TO_END)
-        report.add("a tiny operation, CPU of the controller: Monarch", theirs["cpu_us"], "us", against=TINY_CPU)
-        report.promise("Monarch's tensor engine, ops/s in ours", ours / theirs["wall_us"], 1 / TIMES_MONARCH, "x")
+    with contextlib.ExitStack() as running:
+        for theirs in start_all(report, {"Monarch": monarch}, RANKS, folder, running).values():
+            cpu, wall = ([theirs.asker(kind)() for _ in range(3)] for kind in ("CPU", "end to end"))
+            report.add("a tiny operation, CPU of the controller: Monarch", cpu, "us", against=TINY_CPU)
+            median = report.add("a tiny operation, end to end: Monarch", wall, "us", against=END_TO_END)
+            report.promise("Monarch's tensor engine, ops/s in ours", ours / median, 1 / TIMES_MONARCH, "x")
     return report
 
 
@@ -69,10 +69,7 @@ TORCHS_PART = "... torch's own part of an operation"
 def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
     model = module_to_mesh(gpt.GPT(64, 2, 32), mesh)
     optimizer = gpt.adamw(model)
-    given = [
-        distribute(tensor, mesh, sharding_spec=spec)
-        for tensor, spec in zip(gpt.data(8, 32), (["dp"], ["dp"], []), strict=True)
-    ]
+    given = gpt.remote_data(mesh, 8, 32)
     engine = engine_of(mesh)
 
     def step() -> torch.Tensor:
@@ -81,7 +78,7 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
 
     for _ in range(4):
         step().item()
-    torchs = TorchsPart(step)
+    num_ops, torchs_part = without_operations(step)
     alone, own = [], []
     for _ in range(rounds):
         with waiting(mesh, gate):
@@ -90,17 +87,15 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
                 started = time.thread_time()
                 step()
                 engine.flush()
-                alone.append(1e6 * (time.thread_time() - started) / torchs.num_ops)
-                own.append(1e6 * torchs.seconds() / torchs.num_ops)
+                alone.append(1e6 * (time.thread_time() - started) / num_ops)
+                own.append(1e6 * torchs_part() / num_ops)
         engine.wait()
     report.add(TORCHS_PART, own, "us")
     report.add(CPU_ALONE, alone, "us", against=TORCHS_PART)
     report.difference("... and Meshbook's, user lines kept", CPU_ALONE, TORCHS_PART)
     text = f"an operation of a GPT step by torch's own part of it ({LIMIT_US:.0f} us by {TORCHS_PART_US:.0f})"
     report.promise(text, report.ratio(CPU_ALONE), LIMIT_US / TORCHS_PART_US, "x")
-    report.note(
-        f"{torchs.num_ops} operations; the best step, us an operation: {min(alone):.1f}, torch's {min(own):.1f}"
-    )
+    report.note(f"{num_ops} operations; the best step, us an operation: {min(alone):.1f}, torch's {min(own):.1f}")
 
 
 # Steps that are issued while ranks wait: they must fit into what may be on its way, or nobody would go on.
@@ -120,63 +115,54 @@ def waiting(mesh: Mesh, gate: Path) -> Iterator[None]:
         cell.result(timeout=60)
 
 
-class TorchsPart:
-    """A step whose operations do nothing: they give tensors like those that they gave when it was noted."""
+def without_operations(step: Callable[[], Any]) -> tuple[int, Callable[[], float]]:
+    """How many operations a step has, and what gives the CPU seconds of the step if they do nothing: then each gives
+    a tensor like the one that it gave when it was noted here."""
+    handles: list[Any] = []
+    inside = False
 
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step = step
-        self._given: list[Any] = []
-        self._inside = False
-        with self._in_place_of_ours(self._noting(dispatch.torch_dispatch), self._noting(dispatch.execute_template)):
-            step()
-
-    def seconds(self) -> float:
-        """CPU of one step of that kind."""
-        ready = [_like(given) for given in reversed(self._given)]
-        give = ready.pop  # nothing else may hold them: autograd takes a gradient that is its own, and copies others
-
-        def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return give()
-
-        with self._in_place_of_ours(arrive, lambda *_: give()):
-            spent = time.thread_time()
-            self._step()
-            spent = time.thread_time() - spent
-        assert not ready
-        return spent
-
-    @property
-    def num_ops(self) -> int:
-        return len(self._given)
-
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
-            if self._inside:  # an operation made of others
+            nonlocal inside
+            if inside:  # an operation made of others
                 return function(*args)
-            self._inside = True
+            inside = True
             try:
                 result = function(*args)
             finally:
-                self._inside = False
+                inside = False
             several = isinstance(result, (list, tuple))
-            self._given.append([one._handle for one in result] if several else getattr(result, "_handle", None))
+            handles.append([one._handle for one in result] if several else getattr(result, "_handle", None))
             return result
 
         return noted
 
-    @staticmethod
-    @contextlib.contextmanager
-    def _in_place_of_ours(arrive: Callable[..., Any], perform: Callable[..., Any]) -> Iterator[None]:
-        patch = mock.patch.object
-        arrived: Any = staticmethod(arrive)
-        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(dispatch, "execute_template", perform):
-            yield
+    def like(handle: Any) -> Any:
+        if isinstance(handle, list):
+            return tuple(map(like, handle))
+        return handle and dispatch.wrap_handle(handle.spec, handle)
+
+    def seconds() -> float:
+        ready = [like(handle) for handle in reversed(handles)]
+        give = ready.pop  # nothing else may hold them: autograd takes a gradient that is its own, and copies others
+        with in_place_of_ours(lambda func, types, args=(), kwargs=None: give(), lambda *_: give()):
+            spent = time.thread_time()
+            step()
+            spent = time.thread_time() - spent
+        assert not ready
+        return spent
+
+    with in_place_of_ours(noting(dispatch.torch_dispatch), noting(dispatch.execute_template)):
+        step()
+    return len(handles), seconds
 
 
-def _like(given: Any) -> Any:
-    if isinstance(given, list):
-        return tuple(map(_like, given))
-    return given and dispatch.wrap_handle(given.spec, given)
+@contextlib.contextmanager
+def in_place_of_ours(arrive: Callable[..., Any], perform: Callable[..., Any]) -> Iterator[None]:
+    patch = mock.patch.object
+    arrived: Any = staticmethod(arrive)
+    with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(dispatch, "execute_template", perform):
+        yield
 
 
 def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float:
@@ -200,11 +186,12 @@ def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float
 
 def number(report: Report, mesh: Mesh, rounds: int) -> None:
     a = distribute(torch.ones(4, 4), mesh)
-    report.add(
-        "a.sum().item()", workbench.take_turns({"": workbench.milliseconds(lambda: a.sum().item())}, rounds)[""], "ms"
-    )
-    cell = workbench.milliseconds(lambda: mesh.run("pass"))
-    report.add("... and mesh.run('pass') beside it", workbench.take_turns({"": cell}, rounds)[""], "ms")
+    contestants = {
+        "a.sum().item()": milliseconds(lambda: a.sum().item()),
+        "... and mesh.run('pass') beside it": milliseconds(lambda: mesh.run("pass")),
+    }
+    for name, taken in workbench.take_turns(contestants, rounds).items():
+        report.add(name, taken, "ms")
 
 
 def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
@@ -212,46 +199,42 @@ def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
     there = distribute(here, mesh, sharding_spec=["dp"])
     there.sum().item()
     target = torch.ones_like(here)
+    copy, name = f"a copy of {mib} MiB here, into warm memory", f"full_tensor() of {mib} MiB"
 
     def first() -> float:
         mesh.session.transfer._pool.trim(0.0)  # as after half a minute without a read
-        return workbench.milliseconds(there.full_tensor)()
+        return milliseconds(there.full_tensor)()
 
-    taken = workbench.take_turns(
-        {
-            "copy": workbench.milliseconds(lambda: target.copy_(here)),
-            "fresh": workbench.milliseconds(here.clone),
-            "first": first,
-            "next": workbench.milliseconds(there.full_tensor),
-        },
-        rounds,
-        warm_up=1,
-    )
-    copy, name = f"a copy of {mib} MiB here, into warm memory", f"full_tensor() of {mib} MiB"
-    report.add(copy, taken["copy"], "ms")
-    report.add("... into fresh memory", taken["fresh"], "ms", against=copy)
-    report.add(f"{name}, the first", taken["first"], "ms", against=copy)
-    report.add(name, taken["next"], "ms", against=copy)
+    contestants = {
+        copy: milliseconds(lambda: target.copy_(here)),
+        "... into fresh memory": milliseconds(here.clone),
+        f"{name}, the first": first,
+        name: milliseconds(there.full_tensor),
+    }
+    for what, taken in workbench.take_turns(contestants, rounds, warm_up=1).items():
+        report.add(what, taken, "ms", against=None if what == copy else copy)
     report.promise(f"{name}, in copies", report.ratio(name), 3.0, "x")
 
 
-def monarch(operations: int) -> dict[str, float] | None:
-    """The tiny loop in Monarch's tensor engine, in a process of its own; None where it cannot be run."""
-    if importlib.util.find_spec("monarch") is None:
-        return None
-    script = Path(__file__).with_name("monarch_tensors.py")
-    try:
-        done = subprocess.run(
-            [sys.executable, str(script), str(RANKS), str(operations)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return None
+@contextlib.contextmanager
+def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
+    """The tiny loop in Monarch's tensor engine; microseconds of an operation."""
+    from monarch import fetch_shard
+    from monarch.actor import this_host
+
+    with this_host().spawn_procs({"gpus": ranks}).activate():
+        a = torch.ones(4, 4)
+
+        def loop(kind: str) -> float:
+            started, spent = time.perf_counter(), time.thread_time()
+            for _ in range(MONARCHS_OPERATIONS):
+                b = a + a
+            spent = time.thread_time() - spent
+            fetch_shard(b).result(timeout=60)
+            return 1e6 * (spent if kind == "CPU" else time.perf_counter() - started) / MONARCHS_OPERATIONS
+
+        yield {kind: functools.partial(loop, kind) for kind in ("CPU", "end to end")}
+        os._exit(0)  # its own end waits longer than the measurement
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds that a mesh may live without its benchmark: one that is killed leaves nothing behind for long.
 ORPHAN_TTL_S = 10.0
+
+Sample = TypeVar("Sample")  # what one round of a contestant gives: a number, or several
 
 
 @contextlib.contextmanager
@@ -59,14 +61,14 @@ def surroundings() -> Iterator[Path]:
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 3
-) -> dict[str, list[float]]:
+    contestants: Mapping[str, Callable[[], Sample]], rounds: int, *, warm_up: int = 3
+) -> dict[str, list[Sample]]:
     """Measure each contestant once per round, another one first in every round; what they gave, by name.
 
     The first `warm_up` rounds are not counted.
     """
     names = list(contestants)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[Sample]] = {name: [] for name in names}
     for round_ in range(warm_up + rounds):
         first = round_ % len(names)
         for name in names[first:] + names[:first]:
@@ -94,6 +96,12 @@ def milliseconds(act: Callable[[], Any]) -> Callable[[], float]:
 def pss_mib(pid: int) -> float:
     """Its memory, what it shares counted in parts: a page that four processes map is a quarter of a page in each."""
     return float(psutil.Process(pid).memory_full_info().pss / 2**20)
+
+
+def mesh_pss_mib(supervisor_pid: int) -> float:
+    """Of a mesh's supervisor and all that it started: hosts, fork servers, stores and ranks."""
+    supervisor = psutil.Process(supervisor_pid)
+    return sum(pss_mib(process.pid) for process in (supervisor, *supervisor.children(recursive=True)))
 
 
 def rss_mib(pid: int) -> float:

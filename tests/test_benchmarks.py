@@ -22,7 +22,7 @@ def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProce
 
 
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
-    some = ("pure", "bulk", "stop", "actor_buffers")
+    some = ("pure", "bulk", "stop")
     done, found = run_suite(*some, json_to=tmp_path / "build" / "bench.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {benchmark.get_name().split(":")[0] for benchmark in found} == set(some)

@@ -1,7 +1,7 @@
 """The event loop: zmq sockets, file descriptors and timers, on one thread.
 
 asyncio would do the same; on a round trip to four ranks its selector and callbacks around a zmq socket cost more than
-all of our own work (benchmarks/message_round_trip.py), so the hot path polls zmq itself.
+all of our own work, so the hot path polls zmq itself.
 """
 
 from __future__ import annotations

@@ -260,8 +260,9 @@ def test_a_progress_bar_is_one_output(shared: FrontEnd) -> None:
 def test_a_flood_is_cut_and_said_so_and_stays_within_the_front_ends_limits(shared: FrontEnd) -> None:
     cell = shared.run("for i in range(200_000): print(i, 'x' * 40)")
     assert cell.status == "ok"
-    assert len(cell.stdout) < 4_000_000
-    assert cell.num_messages < 3000 * max(1.0, cell.seconds)
+    # jupyter_server: 1,000 messages/s and 1 MB/s, over windows of 3 s.
+    assert len(cell.stdout) < 1_000_000 * max(3.0, cell.seconds)
+    assert cell.num_messages < 1_000 * max(3.0, cell.seconds)
     assert "[meshbook]" in cell.stderr
     assert "199999 " in cell.stdout
 

@@ -27,6 +27,8 @@ from tests.zoo.hangs import HANGS, Hang
 
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
 STANDS_WITHIN_S = 20.0
+# ... and in which `mesh.why()` must answer.
+ANSWERS_WITHIN_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,7 @@ def test_why_names_the_rank_the_line_and_the_kind_and_the_next_cell_works(mesh: 
         finding = why.findings[0]
         assert len(why.findings) == 1, why.text
         assert finding.cell == "the cell"
+        assert why.seconds <= ANSWERS_WITHIN_S
         if not hang.steps:
             assert finding.sure or "Perhaps" in why.text
         print(f"\n{hang.name}, in {why.seconds:.2f} s:\n{why.text}")
