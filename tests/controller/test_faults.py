@@ -223,6 +223,24 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
 
+def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: Mesh) -> None:
+    own_mesh.run(
+        "import time\n"
+        "def hook(*_):\n"
+        "    if rank == 1 and not hook.has_run:\n"
+        "        hook.has_run = True\n"
+        "        print('in the hook', flush=True)\n"
+        "        time.sleep(1000)\n"
+        "hook.has_run = False\n"
+        "get_ipython().events.register('pre_execute', hook)"
+    )
+    future = own_mesh.run("went_on = True\nwhile True: time.sleep(0.01)", wait=False, echo=False)
+    when(lambda: "in the hook" in own_mesh.logs(1))
+    future.interrupt()
+    assert isinstance(future.exception(30), CellInterrupted)
+    assert dict(own_mesh.run("'went_on' in globals()").values)[1] is False
+
+
 def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(own_mesh: Mesh) -> None:
     own_mesh.run(
         "import signal\n"

@@ -190,9 +190,9 @@ class CodeRunner:
         """
         shell = self._shell
         with shell.display_trap:
-            shell.events.trigger("pre_execute")
+            self._trigger("pre_execute")
             if info is not None:
-                shell.events.trigger("pre_run_cell", info)
+                self._trigger("pre_run_cell", info)
             try:
                 with ExitForkedChildren():
                     if any(map(has_top_level_await, codes)):
@@ -202,6 +202,17 @@ class CodeRunner:
                         exec(code, shell.user_ns)
             finally:
                 self._guard.restore()
+
+    def _trigger(self, event: str, *args: Any) -> None:
+        """Run the hooks before a cell. IPython catches what they raise, also the interrupt of the cell.
+
+        Raises:
+            KeyboardInterrupt: the cell was interrupted meanwhile.
+        """
+        num_raised = self._gate.num_raised
+        self._shell.events.trigger(event, *args)
+        if self._gate.num_raised != num_raised:
+            raise KeyboardInterrupt
 
     async def _execute_async(self, codes: list[CodeType]) -> None:
         for code in codes:
