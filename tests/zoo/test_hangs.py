@@ -1,7 +1,7 @@
 """Each animal of the zoo is let loose on three ranks, explained, and caught again.
 
 A hang stands when `mesh.why()` says twice in a row who is to blame; what is asserted is that it says so of the right
-rank, line and kind, within three seconds of being asked. Then Stop ends the cell, and the next one works.
+rank, line and kind, within twice the three seconds that it may take. Then Stop ends the cell, and the next one works.
 
 A mesh ends by itself what some ranks have left and others wait in; here that is switched off, but for the last test.
 """

@@ -279,7 +279,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
     on_gloo = coalesced.ON_GLOO.get(method)
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
-        # Every collective of a training step runs these lines, so helpers are called only for rare cases.
+        # Every collective of a training step runs these lines: one helper, the others are called in rare cases only.
         health = self.health
         if health.failure is not None or health.hold_event is not None:
             health.wait_until_allowed(op)
