@@ -73,14 +73,15 @@ class MeshAxes:
         *,
         nodes: int | None = None,
         gpus_per_node: int | None = None,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> MeshAxes:
         """Return the axes of a complete mesh, from any of the supported forms.
 
         `of(4)` has the one axis "rank"; `of({"dp": 2, "tp": 2})` the named ones; `of(nodes=2, gpus_per_node=2)` the
         axes "node" and "gpu" (the one not given has size 1); `of(shape=(2, 2), mesh_dim_names=("dp", "tp"))` is
-        PyTorch's form, where missing names are "rank" for one axis, else "axis0", "axis1" and so on.
+        PyTorch's form, where missing names are "rank" for one axis, else "axis0", "axis1" and so on (`shape=4` is
+        `shape=(4,)`).
 
         Raises:
             MeshShapeError: none or several of these forms at once, or names and sizes that do not match.
@@ -93,8 +94,9 @@ class MeshAxes:
                 "or shape and mesh_dim_names"
             )
         if shape is not None:
-            names = tuple(mesh_dim_names) if mesh_dim_names is not None else _default_names(len(shape))
-            return _complete_mesh(names, tuple(shape))
+            sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+            names = tuple(mesh_dim_names) if mesh_dim_names is not None else _default_names(len(sizes))
+            return _complete_mesh(names, sizes)
         if by_nodes:
             return _complete_mesh(
                 ("node", "gpu"), (1 if nodes is None else nodes, 1 if gpus_per_node is None else gpus_per_node)

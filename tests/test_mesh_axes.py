@@ -47,6 +47,7 @@ def test_pytorchs_spelling_makes_the_same_mesh():
     assert MeshAxes.of(shape=(2, 2), mesh_dim_names=("dp", "tp")) == grid_22
     assert MeshAxes.of(shape=[2, 2], mesh_dim_names=["dp", "tp"]) == grid_22
     assert MeshAxes.of(shape=(4,)).names == ("rank",)
+    assert MeshAxes.of(shape=4) == MeshAxes.of(4)
     assert MeshAxes.of(shape=(2, 2)).names == ("axis0", "axis1")
 
 
@@ -69,6 +70,8 @@ def test_a_size_is_given_in_exactly_one_way(arguments):
 def test_a_size_is_an_int_of_one_or_more(size):
     with pytest.raises(MeshShapeError, match=r"axis dp has size .*; a size is an int of 1 or more"):
         MeshAxes.of({"dp": size})
+    with pytest.raises(MeshShapeError):
+        MeshAxes.of(shape=size)
 
 
 @pytest.mark.parametrize("axes", ["4", 2.0, True, [2, 2]])

@@ -30,13 +30,13 @@ P = ParamSpec("P")
 class Mesh:
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
-    `Mesh(shape=(2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager, it
-    stops when the block ends; otherwise it stops when this process exits, unless it was detached.
+    `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,
+    it stops when the block ends; otherwise it stops when this process exits, unless it was detached.
     """
 
     def __init__(
         self,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         mesh_dim_names: Sequence[str] | None = None,
         **options: Any,
     ) -> None:

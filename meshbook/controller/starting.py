@@ -29,7 +29,7 @@ def create_mesh(
     *,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int] | int | None = None,
     mesh_dim_names: Sequence[str] | None = None,
     name: str | None = None,
     engine: str | None = None,

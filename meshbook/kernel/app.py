@@ -62,11 +62,8 @@ class MeshKernel(IPythonKernel):
         if threading.current_thread() is not threading.main_thread():
             await super().execute_request(stream, ident, parent)
             return
-        self._defers_sigint, self._sigint_deferred = True, False
-        try:
-            await super().execute_request(stream, ident, parent)
-        finally:
-            self._defers_sigint = False
+        self._defers_sigint, self._sigint_deferred = True, False  # until `do_execute`, and from its end on
+        await super().execute_request(stream, ident, parent)
 
     async def do_execute(self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any) -> Any:
         outermost = self._running_request is None and threading.current_thread() is threading.main_thread()
@@ -107,11 +104,14 @@ class MeshKernel(IPythonKernel):
     # ---- Stop
 
     def pre_handler_hook(self) -> None:
-        super().pre_handler_hook()  # raises on threads other than the main one
-        signal.signal(signal.SIGINT, self._on_sigint)
+        # ipykernel ends when a KeyboardInterrupt leaves one of these two hooks.
+        self._defers_sigint = threading.current_thread() is threading.main_thread() or self._defers_sigint
+        self.saved_sigint_handler = signal.signal(signal.SIGINT, self._on_sigint)  # raises on other threads
         self._is_handling_message = True
+        self._defers_sigint = False
 
     def post_handler_hook(self) -> None:
+        self._defers_sigint = threading.current_thread() is threading.main_thread() or self._defers_sigint
         super().post_handler_hook()
         self._is_handling_message = False
 

@@ -6,7 +6,9 @@ tests run their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,22 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test what its page shows, and what the ranks wait for."""
+    report = yield
+    pages = [used for used in getattr(item, "funcargs", {}).values() if isinstance(used, LabNotebook)]
+    if report.failed and pages:
+        why = subprocess.run(
+            [sys.executable, "-m", "meshbook.cli.main", "why"], capture_output=True, text=True, timeout=30, check=False
+        )
+        report.sections += [("the page", page.describe()) for page in pages]
+        report.sections.append(("meshbook why", why.stdout + why.stderr))
+    return report
 
 
 @pytest.fixture(scope="package")

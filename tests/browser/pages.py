@@ -57,6 +57,20 @@ _RESTARTED = """() => {
 }"""
 
 
+_DESCRIBE = """() => {
+    const {content, context} = jupyterapp.shell.currentWidget;
+    const {kernel} = context.sessionContext.session;
+    const cells = [...document.querySelectorAll(".jp-Notebook .jp-Cell")].map(cell => cell.innerText);
+    const dialogs = [...document.querySelectorAll(".jp-Dialog")].map(dialog => dialog.innerText);
+    return [
+        `kernel: ${kernel.status}, ${kernel.connectionStatus}`,
+        `active cell: ${content.activeCellIndex}, ${content.mode} mode; focus: ${document.activeElement.className}`,
+        ...dialogs.map(text => `dialog: ${text}`),
+        ...cells.map((text, index) => `--- cell ${index}\\n${text}`),
+    ].join("\\n");
+}"""
+
+
 @contextmanager
 def _run_server(
     command: list[str], folder: Path, ready_pattern: re.Pattern[str], environment: Mapping[str, str] | None = None
@@ -179,6 +193,10 @@ class LabNotebook:
         cell = self.start(source)
         cell.wait()
         return cell
+
+    def describe(self) -> str:
+        """What the page shows, for the report of a test that failed."""
+        return str(self.page.evaluate(_DESCRIBE))
 
     def choose(self, menu: str, entry: str) -> None:
         """Choose from a menu."""

@@ -227,6 +227,10 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
         assert front.run("x").result == "0"
 
 
+# What this very cell, which arms the signal, comes to next.
+BEHIND_THE_CELL = ("read_payload", "finish_metadata", "post_handler_hook")
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "ends"),
     [
@@ -235,6 +239,7 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
         ("kernel.shell", "transform_cell", "KeyboardInterrupt"),
         ("kernel.shell.payload_manager", "read_payload", "KeyboardInterrupt"),
         ("kernel", "finish_metadata", None),  # too late: the cell has ended well
+        ("kernel", "post_handler_hook", None),
     ],
 )
 def test_a_signal_outside_the_code_of_a_cell_loses_no_reply(
@@ -251,7 +256,7 @@ def test_a_signal_outside_the_code_of_a_cell_loses_no_reply(
         f"    setattr({owner}, {name!r}, before)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return before(*args, **kwargs)\n"
-        f"skips = {name in ('read_payload', 'finish_metadata')}\n"  # what comes behind this very cell
+        f"skips = {name in BEHIND_THE_CELL}\n"
         f"setattr({owner}, {name!r}, armed)"
     )
     assert front.run(arm).status == "ok"
