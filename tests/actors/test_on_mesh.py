@@ -190,9 +190,9 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     counters.slice(dp=0).note.broadcast("waits")
     counters.slice(dp=1).add.call(0).get(WAIT_S)
     tick = threading.Event()
-    for _ in range(500):  # it has to take the message up first
+    for _ in range(500):  # one has to take its message up first; the other forgets its own after the reply is sent
         rows = {row["rank"]: row for row in meshes.list_actors(mesh) if row["actor"] == "counters"}
-        if rows[0]["running"]:
+        if rows[0]["running"] and not rows[1]["running"]:
             break
         tick.wait(0.02)
     assert rows[0]["running"] == "hold"
