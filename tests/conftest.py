@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import GRACE_S, Run
 
@@ -31,6 +32,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Where jupyter_core looks for its folders is its own affair; unset, it warns that it will look elsewhere one day.
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+
+# The same examples in each run, however slow the machine. `--hypothesis-profile=explore` draws new ones, and more.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, max_examples=2_000)
+settings.load_profile("repeatable")
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

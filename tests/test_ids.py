@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.ids import CallIds, format_ranks, name_ranks, parse_ranks
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +25,11 @@ def test_ranks_are_written_as_spans(ranks, text):
     assert format_ranks(ranks) == text
 
 
-@steady
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_what_is_written_reads_back(ranks):
     assert parse_ranks(format_ranks(ranks)) == tuple(sorted(ranks))
 
 
-@steady
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1))
 def test_spans_may_overlap_and_come_in_any_order(spans):
     text = ", ".join(f"{low}-{low + length}" for low, length in spans)

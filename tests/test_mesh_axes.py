@@ -6,14 +6,11 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import MeshbookError, MeshShapeError
 from meshbook.mesh_axes import MAX_RANKS, MeshAxes
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 NAMES = ("pp", "dp", "tp", "ep")
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -127,7 +124,6 @@ def test_the_last_axis_runs_fastest():
     assert mesh.grid() == [[0, 1, 2], [3, 4, 5]]
 
 
-@steady
 @given(meshes)
 def test_a_rank_and_its_point_say_the_same(mesh):
     points = itertools.product(*map(range, mesh.shape))
@@ -204,7 +200,6 @@ def test_a_single_point_is_a_mesh_without_axes():
         point.slice(dp=0)
 
 
-@steady
 @given(meshes, st.data())
 def test_groups_along_an_axis_part_the_mesh(mesh, data):
     axis = data.draw(st.sampled_from(mesh.names))
@@ -217,7 +212,6 @@ def test_groups_along_an_axis_part_the_mesh(mesh, data):
         assert [mesh.point(rank)[axis] for rank in group] == list(range(len(group)))
 
 
-@steady
 @given(meshes, st.data())
 def test_a_slice_holds_exactly_the_ranks_at_its_places(mesh, data):
     which: dict[str, int | slice] = {}
@@ -303,7 +297,6 @@ def test_renaming_changes_names_only():
         grid_22.rename(pp="x")
 
 
-@steady
 @given(meshes, st.data())
 def test_splitting_undoes_flattening(mesh, data):
     open_axis = data.draw(st.none() | st.sampled_from(mesh.names))

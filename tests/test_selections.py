@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import MeshShapeError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_axes, parse_selection
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 NAMES = ("pp", "dp", "tp", "ep")
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -26,7 +23,6 @@ def test_axes_are_read_as_they_are_typed():
     assert parse_axes("4") == MeshAxes.of(4)
 
 
-@steady
 @given(meshes)
 def test_axes_read_back_as_they_are_shown(mesh):
     assert parse_axes(str(mesh)) == mesh

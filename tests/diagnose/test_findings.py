@@ -604,7 +604,7 @@ def any_mesh(draw):
     return [draw(any_look(rank)) for rank in range(draw(st.integers(1, 4)))]
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(max_examples=150)
 @given(any_mesh(), st.one_of(st.just([]), any_mesh()))
 def test_whatever_was_seen_is_explained(now, before):
     found = explain(now, earlier=before, axes={"dp": 2, "tp": 2}, silent_hosts=("one",) if len(before) == 1 else ())

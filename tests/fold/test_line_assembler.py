@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.fold.line_assembler import MAX_LINE_CHARS, MAX_OPEN_ROWS, LineAssembler, shorten
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 
 def lines_of(*pieces):
@@ -32,7 +29,6 @@ def test_lines_are_put_together_from_pieces():
     assert lines_of("a", "b\nc", "\n", "d") == (["ab", "c"], "d")
 
 
-@steady
 @given(st.text(alphabet="ab\n", max_size=40), st.lists(st.integers(0, 40), max_size=5))
 def test_where_text_is_parted_makes_no_difference(text, cuts):
     places = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
@@ -41,7 +37,6 @@ def test_where_text_is_parted_makes_no_difference(text, cuts):
     assert lines_of(*pieces) == (lines, rest)
 
 
-@steady
 @given(st.text(alphabet="ab \r\n\b", max_size=30), st.integers(0, 30))
 def test_where_a_bar_is_parted_makes_no_difference(text, cut):
     assert final_lines_of(text[:cut], text[cut:]) == final_lines_of(text)
@@ -151,7 +146,6 @@ def test_a_line_that_never_ends_does_not_fill_the_memory():
     assert pen.write("next\n", 0.0) == ["next"]
 
 
-@steady
 @given(st.integers(0, 200_000))
 def test_a_shortened_line_accounts_for_every_character(length):
     line = shorten("x" * length)

@@ -7,15 +7,12 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.fold.lines import LIVE_INTERVAL_S, MAX_AGE_S, LineFolder
 from meshbook.fold.numbers import template_of
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay, Text
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 
 def out(text, stream="stdout"):
@@ -594,7 +591,6 @@ def as_said(plan):
     return [(stream, line, ()) if stream == "display" else (stream, *template_of(line)) for stream, line in plan]
 
 
-@steady
 @given(meetings())
 def test_each_rank_is_heard_in_full_and_in_its_own_order(meeting):
     plans, order = meeting
@@ -627,7 +623,6 @@ def test_the_look_ahead_is_right_when_a_queue_ran_down_to_its_front():
     check_look_ahead(folder)
 
 
-@steady
 @given(st.lists(outputs(), min_size=1, max_size=4))
 def test_ranks_that_say_the_same_speak_with_one_voice(plans):
     (plan, *_), num_ranks = plans, len(plans)
@@ -639,7 +634,6 @@ def test_ranks_that_say_the_same_speak_with_one_voice(plans):
     assert all(item.ranks == tuple(range(num_ranks)) for item in items)
 
 
-@steady
 @given(meetings())
 def test_a_fold_is_never_longer_than_what_was_said(meeting):
     plans, _ = meeting

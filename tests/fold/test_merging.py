@@ -6,7 +6,7 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.fold.lines import LIVE_INTERVAL_S, MAX_AGE_S, FoldMerger, LineFolder, OutputBudget
@@ -21,9 +21,6 @@ from meshbook.wire.messages import (
     Text,
     VaryingNumber,
 )
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 over_the_wire = msgspec.msgpack.Decoder(tuple[FoldedItem, ...])
 
@@ -251,14 +248,12 @@ no_line_twice = st.lists(
 some_lines_often = st.lists(st.sampled_from(["tick", "step {} loss {}.{}", "rank {} of {}"]), min_size=1, max_size=6)
 
 
-@steady
 @given(worlds(no_line_twice))
 def test_merging_hosts_is_folding_all_ranks_at_once(world):
     _, texts, hosts = world
     assert merged(hosts, texts) == flat(texts)
 
 
-@steady
 @given(worlds(some_lines_often))
 def test_each_rank_is_heard_in_full_and_in_order_through_both_folds(world):
     lines, texts, hosts = world

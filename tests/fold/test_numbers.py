@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.fold.numbers import MAX_VARYING, FoldMember, fold, fold_texts, live_template_of, make_member, template_of
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 
 def folded(*texts):
@@ -44,7 +41,6 @@ def test_numbers_are_found_as_they_were_written(text, numbers):
     assert template_of(text).numbers == numbers
 
 
-@steady
 @given(st.text(alphabet="ab01.,-+e() ", max_size=30))
 def test_a_line_that_may_hold_nan_is_parted_like_any_other(text):
     # Two patterns do the work, a quick one and one that knows words; the letters of `inf` call for the second.
@@ -58,7 +54,6 @@ def test_spaces_that_pad_a_number_and_colours_do_not_make_a_difference():
     assert template_of("a 1").key != template_of("a").key
 
 
-@steady
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_texts_with_one_key_have_as_many_numbers(first, second):
     one, other = template_of(first), template_of(second)
@@ -180,7 +175,6 @@ numbers = st.one_of(
 )
 
 
-@steady
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=12), st.data())
 def test_folding_in_two_steps_is_folding_at_once(rows, data):
     texts = ["{} of {} at {} s".format(*row) for row in rows]

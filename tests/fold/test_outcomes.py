@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import Failure, Released
 from meshbook.fold.outcomes import fold_errors, fold_outcomes, fold_released, merge_parts, ranks_with_status
 from meshbook.wire.messages import Frame, Outcome, OutcomeGroup, Preview, RankError, Value
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 
 def ok(text, **more):
@@ -46,7 +43,6 @@ def test_no_outcomes_are_no_parts():
     assert merge_parts([]) == ()
 
 
-@steady
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.data())
 def test_hosts_parts_merge_to_what_all_ranks_fold_to(values, data):
     outcomes = list(enumerate(ok(value) for value in values))

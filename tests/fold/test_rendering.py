@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import Failure, Released
@@ -20,9 +20,6 @@ from meshbook.fold.rendering import (
     sanitize,
 )
 from meshbook.wire.messages import Line, Outcome, Preview, Value
-
-# The same examples in every run, however slow the machine.
-steady = settings(deadline=None, derandomize=True, database=None)
 
 FOUR = (0, 1, 2, 3)
 
@@ -237,7 +234,6 @@ def test_control_sequences_other_than_colours_cannot_act(text, cleaned):
     assert sanitize(text) == cleaned
 
 
-@steady
 @given(st.text(alphabet="\x1b[]31mHJ;\x07\\a\r\n", max_size=40))
 def test_cleaned_text_holds_no_escape_but_those_of_colours(text):
     cleaned = sanitize(text)

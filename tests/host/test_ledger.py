@@ -537,5 +537,5 @@ class AnyOrder(RuleBasedStateMachine):
         }
 
 
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestAnyOrder = AnyOrder.TestCase
