@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.gate import Gate
 from tests.leaks import GRACE_S, Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +118,14 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     run.clean()
     if left:
         pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A closed gate. It is opened at the latest when the test has ended."""
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.open()
 
 
 @pytest.fixture(scope="session")

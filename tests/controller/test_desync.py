@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Released
+from tests.gate import Gate
 
 # Seconds that show that something ends at all.
 DEADLINE_S = 30.0
@@ -435,25 +437,30 @@ def test_what_was_stopped_is_told_after_what_was_raised_and_without_its_tracebac
         assert "distributed_c10d" not in "\n".join(error.rendered)
 
 
-def test_survivors_that_had_finished_when_a_rank_died_keep_what_they_came_to() -> None:
+def test_survivors_that_had_finished_when_a_rank_died_keep_what_they_came_to(gate: Gate, tmp_path: Path) -> None:
+    released = Gate(tmp_path / "released")
     with create_mesh(3, process_group=False) as mesh:
-        source = """
-import os, signal, time
+        source = f"""
+import os, signal
 if rank == 0:
     found = "kept"
     print("saved")
 elif rank == 1:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    deadline = time.monotonic() + 4
-    while time.monotonic() < deadline:
-        try: time.sleep(0.1)
+    while True:
+        try:
+            {released.wait}
+            break
         except KeyboardInterrupt: pass
 else:
-    time.sleep(0.5)
+    {gate.wait}
     os.kill(os.getpid(), 9)
 """
         future = mesh.run(source, wait=False, echo=False)
+        until(lambda: "saved" in mesh.logs(0) and mesh.status().ranks[0].state == "idle")
+        gate.open()
         error = future.exception(DEADLINE_S)
+        released.open()
         assert isinstance(error, RankLost)
         assert error.ranks == (2,)
         assert "Rank 1 had not come back from it yet" in str(error)

@@ -16,6 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
 from tests.controller.test_run import when
+from tests.gate import Gate
 
 
 @pytest.fixture
@@ -115,16 +116,15 @@ def test_the_death_of_an_idle_rank_is_news_at_once(own_mesh: Mesh) -> None:
     assert "rank 0 lost" in repr(own_mesh)
 
 
-def test_a_second_stop_kills_a_rank_that_keeps_the_gil(own_mesh: Mesh, tmp_path: Path) -> None:
+def test_a_second_stop_kills_a_rank_that_keeps_the_gil(own_mesh: Mesh, gate: Gate) -> None:
     # PyDLL keeps the GIL, and a mutex that is locked twice waits for ever, whatever signals come.
-    gate = tmp_path / "gate"
-    source = f"""import ctypes, os, time
-while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+    source = f"""import ctypes, time
+{gate.wait}
 mutex = ctypes.create_string_buffer(128)
 while rank == 1: ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 time.sleep(1000)"""
     future = begun(own_mesh, source)
-    gate.touch()
+    gate.open()
     when(lambda: own_mesh.status().ranks[1].state == "silent")
     future.interrupt()  # type: ignore[attr-defined]
     own_mesh.session.interrupt(own_mesh.ranks, hard=True)

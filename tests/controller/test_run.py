@@ -13,6 +13,7 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
+from tests.gate import Gate
 
 
 def when(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
@@ -74,15 +75,13 @@ def test_a_childs_output_is_the_cells(mesh: Mesh) -> None:
     assert "from a child" in mesh.run("!echo from a child", echo=False).output
 
 
-def test_output_comes_while_the_cell_runs(mesh: Mesh, tmp_path: object) -> None:
-    gate = f"{tmp_path}/gate"
+def test_output_comes_while_the_cell_runs(mesh: Mesh, gate: Gate) -> None:
     seen = threading.Event()
-    source = f"print('early', flush=True)\nimport os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)"
-    command = mesh.session.cell_command(source, (0,))
+    command = mesh.session.cell_command(f"print('early', flush=True)\n{gate.wait}", (0,))
     future = mesh.session.request(command, on_output=lambda items: seen.set())
     assert seen.wait(20)
     assert not future.done()
-    open(gate, "w").close()
+    gate.open()
     future.result(20)
 
 
@@ -128,33 +127,30 @@ def test_a_rank_goes_on_after_its_errors(mesh: Mesh) -> None:
     assert mesh.run("1").values.same() == 1
 
 
-def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, tmp_path: object) -> None:
-    gate = f"{tmp_path}/gate"
-    source = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\nrank"
-    future = mesh.run(source, wait=False)
+def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, gate: Gate) -> None:
+    future = mesh.run(f"{gate.wait}\nrank", wait=False)
     assert not future.done()
     with pytest.raises(MeshTimeout, match="it goes on"):
         future.result(timeout=0.05)
-    open(gate, "w").close()
+    gate.open()
     assert dict(future.result(20).values) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_what_a_thread_prints_after_its_cell_is_shown(
-    mesh: Mesh, tmp_path: object, capsys: pytest.CaptureFixture[str]
+    mesh: Mesh, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gate = f"{tmp_path}/gate"
     mesh.run(
         f"""
-        import os, threading, time
+        import threading
         def report():
-            while not os.path.exists({gate!r}): time.sleep(0.01)
+            {gate.wait}
             print("step 1000 is done")
         thread = threading.Thread(target=report)
         thread.start()
         """
     )
     assert "step 1000" not in capsys.readouterr().out
-    open(gate, "w").close()
+    gate.open()
     said: list[str] = []
     when(lambda: (said.append(capsys.readouterr().out), "step 1000 is done\n" in "".join(said))[1])
     mesh.run("thread.join()")
@@ -214,14 +210,13 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(mesh: Mesh) -> 
     assert mesh.run("import time\ntime.sleep(0.2)\n'whole'").values.same() == "whole"
 
 
-def test_an_interrupt_of_some_ranks_lets_the_others_finish(mesh: Mesh, tmp_path: object) -> None:
-    gate = f"{tmp_path}/gate"
-    source = f"print('begun', {gate!r})\nimport os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n'done'"
-    future = mesh.run(source, wait=False, echo=False)
-    when(lambda: f"begun {gate}" in mesh.logs(1))
+def test_an_interrupt_of_some_ranks_lets_the_others_finish(mesh: Mesh, gate: Gate) -> None:
+    begun = f"begun {gate.path}"
+    future = mesh.run(f"print({begun!r})\n{gate.wait}\n'done'", wait=False, echo=False)
+    when(lambda: begun in mesh.logs(1))
     mesh.interrupt("1")
     mesh.run("None", ranks=[1])  # rank 1 is free again before the others are
-    open(gate, "w").close()
+    gate.open()
     error = future.exception(20)
     assert isinstance(error, CellInterrupted)
     assert error.succeeded == (0, 2, 3)

@@ -15,6 +15,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, UsageError, ValuesDiffer
 from tests.controller.test_run import when
+from tests.gate import Gate
 
 
 def test_a_value_that_all_ranks_agree_on_is_one_value(mesh: Mesh) -> None:
@@ -130,14 +131,13 @@ def test_binding_a_handle_to_a_name_binds_the_ranks_own_object(mesh: Mesh) -> No
     assert mesh.run("copy is source").values.same() is True
 
 
-def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, tmp_path: object) -> None:
+def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, gate: Gate) -> None:
     mesh.run("progress = 'under way'")
-    gate = f"{tmp_path}/gate"
-    future = mesh.run(f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)", wait=False)
+    future = mesh.run(gate.wait, wait=False)
     try:
         assert "under way" in repr(mesh["progress"])
     finally:
-        open(gate, "w").close()
+        gate.open()
         future.result(20)
 
 

@@ -13,6 +13,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
 from tests.controller.test_run import when
+from tests.gate import Gate
 
 WAYS: dict[str, dict[str, Any]] = {
     "forked": {},
@@ -62,14 +63,13 @@ def test_a_stuck_collective_is_left_and_the_group_is_whole_again(mesh: Mesh) -> 
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
 
 
-def test_names_can_be_looked_at_while_a_cell_runs(mesh: Mesh, tmp_path: object) -> None:
+def test_names_can_be_looked_at_while_a_cell_runs(mesh: Mesh, gate: Gate) -> None:
     mesh.run("seen = 'yes'")
-    gate = f"{tmp_path}/gate"
-    future = mesh.run(f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)", wait=False)
+    future = mesh.run(gate.wait, wait=False)
     try:
         assert "yes" in repr(mesh["seen"])
     finally:
-        open(gate, "w").close()
+        gate.open()
         future.result(20)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.gate import Gate
 from tests.kernel.frontend import Cell, FrontEnd
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,10 +230,11 @@ def test_cleared_output_is_gone(shared: FrontEnd) -> None:
 # Text
 
 
-def test_output_comes_while_the_cell_runs(shared: FrontEnd) -> None:
-    cell = shared.send("print('early', flush=True)\nimport time\ntime.sleep(1.5)\nprint('late')")
-    shared.wait_until_shown(cell, lambda cell: "early" in cell.stdout, timeout_s=5)
+def test_output_comes_while_the_cell_runs(shared: FrontEnd, gate: Gate) -> None:
+    cell = shared.send(f"print('early', flush=True)\n{gate.wait}\nprint('late')")
+    shared.wait_until_shown(cell, lambda cell: "early" in cell.stdout)
     assert not cell.reply
+    gate.open()
     assert shared.wait(cell).stdout == "early\nlate\n"
 
 
@@ -331,18 +331,19 @@ def test_question_marks_ask_the_ranks(shared: FrontEnd) -> None:
     assert "Start, watch and steer the ranks" in shared.run("%mesh?").text
 
 
-def test_questions_are_answered_while_a_cell_runs(shared: FrontEnd) -> None:
+def test_questions_are_answered_while_a_cell_runs(shared: FrontEnd, gate: Gate) -> None:
     shared.run("net = torch.nn.Linear(2, 2)")
-    cell = shared.send("import time\ntime.sleep(3)\nprint('slept')")
+    cell = shared.send(f"{gate.wait}\nprint('through')")
     shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
     assert shared.complete("net.wei")["matches"] == ["weight"]
     assert shared.inspect("net")["found"]
     assert shared.request("is_complete_request", {"code": "x ="})["status"] in ("incomplete", "invalid")
     assert shared.request("comm_info_request", {})["status"] == "ok"
     tail = {"hist_access_type": "tail", "n": 1, "output": False, "raw": True}
-    assert "time.sleep(3)" in shared.request("history_request", tail)["history"][0][2]
+    assert "print('through')" in shared.request("history_request", tail)["history"][0][2]
     assert not cell.reply, "they waited for the cell"
-    assert shared.wait(cell).stdout == "slept\n"
+    gate.open()
+    assert shared.wait(cell).stdout == "through\n"
 
 
 def test_where_the_kernels_subshells_are_not_as_expected_questions_wait_and_are_answered(shared: FrontEnd) -> None:
@@ -408,8 +409,10 @@ def test_names_that_a_failed_cell_bound_are_there(shared: FrontEnd) -> None:
     assert shared.run("%%controller\nbound_before_it_failed").result == "3"
 
 
-def test_after_an_error_cells_that_wait_are_not_run(shared: FrontEnd) -> None:
-    first, second = shared.send("import time\ntime.sleep(0.3)\n1 / 0"), shared.send("ran_after_error = 1")
+def test_after_an_error_cells_that_wait_are_not_run(shared: FrontEnd, gate: Gate) -> None:
+    first, second = shared.send(f"print('begun', flush=True)\n{gate.wait}\n1 / 0"), shared.send("ran_after_error = 1")
+    shared.wait_until_shown(first, lambda cell: "begun" in cell.stdout)
+    gate.open()
     shared.wait(first)
     assert shared.wait(second).status == "aborted"
 
@@ -445,22 +448,24 @@ def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontE
 # In the background, and questions to the user
 
 
-def test_a_background_cell_returns_at_once_and_its_output_goes_on_under_it(shared: FrontEnd) -> None:
-    source = "import time\ntime.sleep(0.6)\nprint('from behind')\nlate_by_test = 17\nlate_by_test"
-    cell = shared.run(f"%%mesh --bg\n{source}")
+def test_a_background_cell_returns_at_once_and_its_output_goes_on_under_it(shared: FrontEnd, gate: Gate) -> None:
+    cell = shared.run(f"%%mesh --bg\n{gate.wait}\nprint('from behind')\nlate_by_test = 17\nlate_by_test")
     assert "is running" in (cell.result or "")
     assert cell.stdout == ""
+    gate.open()
     assert shared.run("_.result()").result == "17"
     shared.wait_until_shown(cell, lambda cell: "is done after" in cell.notes)
     assert cell.stdout == "from behind\n"
     assert shared.run("%%controller\nlate_by_test").result == "17"
 
 
-def test_a_cell_that_waits_for_a_background_cell_says_so(shared: FrontEnd) -> None:
-    behind = shared.run("%%mesh --bg\nimport time\ntime.sleep(0.5)")
-    cell = shared.run("'next'")
-    assert f"waits for cell {behind.reply['execution_count']}, which runs in the background" in cell.notes
-    assert cell.result == "'next'"
+def test_a_cell_that_waits_for_a_background_cell_says_so(shared: FrontEnd, gate: Gate) -> None:
+    behind = shared.run(f"%%mesh --bg\n{gate.wait}")
+    cell = shared.send("'next'")
+    waits = f"waits for cell {behind.reply['execution_count']}, which runs in the background"
+    shared.wait_until_shown(cell, lambda cell: waits in cell.notes)
+    gate.open()
+    assert shared.wait(cell).result == "'next'"
 
 
 def test_a_background_cells_failure_is_shown_under_it(shared: FrontEnd) -> None:
@@ -495,19 +500,18 @@ def test_a_display_with_an_id_of_its_own_is_one_on_all_ranks(shared: FrontEnd) -
     assert [data["text/plain"] for data in cell.displays] == ["'second'"]
 
 
-def test_what_a_thread_prints_after_its_cell_stands_in_the_notebook(shared: FrontEnd, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+def test_what_a_thread_prints_after_its_cell_stands_in_the_notebook(shared: FrontEnd, gate: Gate) -> None:
     cell = shared.run(
         f"""
-        import os, threading, time
+        import threading
         def report():
-            while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+            {gate.wait}
             print("step 1000 is done")
         thread = threading.Thread(target=report)
         thread.start()
         """
     )
     assert cell.stdout == ""
-    gate.touch()
+    gate.open()
     shared.wait_until_shown(cell, lambda cell: "step 1000 is done\n" in cell.stdout)
     assert shared.run("thread.join()").status == "ok"

@@ -11,6 +11,7 @@ import pytest
 
 from meshbook.wire.process_control import is_stopped
 from meshbook.wire.stop_timing import INTERRUPT_DEBOUNCE_S
+from tests.gate import Gate
 from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel, wait_until
 
 
@@ -71,12 +72,13 @@ def test_stop_ends_what_a_controller_cell_has_the_ranks_do(front: FrontEnd) -> N
     assert front.run("'next'").result == "'next'"
 
 
-def test_a_cell_that_was_not_sent_to_the_ranks_yet_is_stopped_too(front: FrontEnd) -> None:
-    behind = front.run("%%mesh --bg\ntime.sleep(2)")
+def test_a_cell_that_was_not_sent_to_the_ranks_yet_is_stopped_too(front: FrontEnd, gate: Gate) -> None:
+    behind = front.run(f"%%mesh --bg\n{gate.wait}")
     cell = front.send("ran_by_test = 1")
     front.wait_until_shown(cell, lambda cell: "waits for" in cell.notes)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
+    gate.open()
     front.wait_until_shown(behind, lambda cell: "is done after" in cell.notes)
     assert front.run("'ran_by_test' in globals()").result == "False"
 
