@@ -58,7 +58,9 @@ def _read_state_and_start(pid: int) -> tuple[str, int] | None:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             return None
-        return fields[0].decode(), int(fields[19])
+        state, num_threads = fields[0].decode(), int(fields[17])
+        # The main thread is a zombie as soon as it has exited; files and locks are open until the last thread has.
+        return "S" if state == "Z" and num_threads > 1 else state, int(fields[19])
     try:  # without /proc: in seconds, with the system's precision
         process = psutil.Process(pid)
         return "Z" if process.status() == psutil.STATUS_ZOMBIE else "S", int(process.create_time())

@@ -233,6 +233,31 @@ def test_a_reused_pid_is_not_taken_for_the_mesh(runtime: Path) -> None:
     assert not processes.is_running(msgspec.structs.replace(ours, boot_id="another boot"))
 
 
+# Ends its main thread as the kernel does when it kills a process: the other threads end later.
+_MAIN_THREAD_LAST_BUT_ONE = """
+import ctypes, os, signal, sys, threading
+def end():
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_has_ended_when_its_last_thread_has(runtime: Path) -> None:
+    command = [sys.executable, "-c", _MAIN_THREAD_LAST_BUT_ONE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        begun = processes.identify(process.pid)
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert process.poll() is None
+        assert processes.is_running(begun)
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie for good
+        assert not processes.is_running(begun)
+
+
 def test_a_clock_that_was_set_leaves_living_meshes_alive(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = keys.claim_folder("mesh")
     keys.write_connection_file(folder, connection("mesh", os.getpid()))
