@@ -194,12 +194,12 @@ class HostAgent:
         """Pass on a report of a rank that has shown the token."""
         ledger, now = self.ledger, self._loop.clock.monotonic()
         match message:
-            case messages.RankReady():
-                self._carry_out(ledger.socket_ready(message.rank, work=is_work, device=message.device, now=now))
-            case messages.RankOutput():
-                self._carry_out(ledger.output_received(message, now))
             case messages.RankFinished():
                 self._carry_out(ledger.rank_finished(message, now))
+            case messages.RankOutput():
+                self._carry_out(ledger.output_received(message, now))
+            case messages.RankReady():
+                self._carry_out(ledger.socket_ready(message.rank, work=is_work, device=message.device, now=now))
             case messages.RankReply():
                 self._carry_out(ledger.rank_replied(message, now))
             case messages.RankHeartbeat():

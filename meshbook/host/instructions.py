@@ -3,63 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from meshbook.ids import Ranks
 
 
-@dataclass(frozen=True)
-class SendWork:
+class SendWork(Struct, frozen=True):
     """Send an encoded message to a rank's main thread."""
 
     rank: int
     body: bytes
 
 
-@dataclass(frozen=True)
-class SendService:
+class SendService(Struct, frozen=True):
     """Send an encoded message to a rank's service thread, which is ready."""
 
     rank: int
     body: bytes
 
 
-@dataclass(frozen=True)
-class SignalRank:
+class SignalRank(Struct, frozen=True):
     rank: int
     signal: int
 
 
-@dataclass(frozen=True)
-class ContinueStopped:
+class ContinueStopped(Struct, frozen=True):
     """Send SIGCONT to those of the ranks whose processes are stopped, and carry out what `report` returns for them."""
 
     ranks: Ranks
     report: Callable[[Ranks], Instructions]
 
 
-@dataclass(frozen=True)
-class InspectStuck:
+class InspectStuck(Struct, frozen=True):
     """Look at the processes' states, and call `HostLedger.stuck` with them."""
 
     ranks: Ranks
 
 
-@dataclass(frozen=True)
-class SendReport:
+class SendReport(Struct, frozen=True):
     """Send a report to the supervisor."""
 
     report: Any  # a messages.HostReport
 
 
-@dataclass(frozen=True)
-class SendHeartbeat:
+class SendHeartbeat(Struct, frozen=True):
     """Send the host's heartbeat now, because the reports after it rely on it."""
 
 
-@dataclass(frozen=True)
-class SetAlarm:
+class SetAlarm(Struct, frozen=True):
     """Call `action` with the time then, `after_s` seconds from now, and carry out what it returns."""
 
     after_s: float

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshSpec
 
 
-@dataclass(frozen=True)
-class SendToClient:
+class SendToClient(Struct, frozen=True):
     client: str | None  # None: to all
     message: messages.SupervisorReport
 
 
-@dataclass(frozen=True)
-class SendToHosts:
+class SendToHosts(Struct, frozen=True):
     hosts: tuple[int, ...]
     message: messages.HostCommand
     body: bytes | None = None  # the original encoding, forwarded unchanged
 
 
-@dataclass(frozen=True)
-class StartHosts:
+class StartHosts(Struct, frozen=True):
     spec: MeshSpec
 
 
-@dataclass(frozen=True)
-class SetTimer:
+class SetTimer(Struct, frozen=True):
     """Call `MeshState.timer_fired(name)` after `delay_s` seconds."""
 
     name: str
     delay_s: float
 
 
-@dataclass(frozen=True)
-class Shutdown:
+class Shutdown(Struct, frozen=True):
     reason: str
 
 
