@@ -24,7 +24,7 @@ from meshbook import errors
 from meshbook.controller.pending_requests import PendingRequest, PendingRequests
 from meshbook.ids import CallId, CallIds
 from meshbook.wire import codec, keys, messages, processes
-from meshbook.wire.loop import Loop
+from meshbook.wire.loop import Loop, send_frames
 from meshbook.wire.process_control import is_stopped
 
 log = logging.getLogger("meshbook.connection")
@@ -166,7 +166,7 @@ class SupervisorConnection:
         with self._lock:
             if self._closed:
                 raise errors.NotAttached(f"this process has left the mesh {self.connection_info.name!r}; attach again")
-            self._send_socket.send_multipart([codec.PROTOCOL, body])
+            send_frames(self._send_socket, (codec.PROTOCOL, body))
 
     def request(
         self,

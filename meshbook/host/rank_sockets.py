@@ -12,7 +12,7 @@ import zmq
 
 from meshbook.errors import ProtocolError, VersionMismatch
 from meshbook.wire import codec, keys, messages
-from meshbook.wire.loop import Loop
+from meshbook.wire.loop import Loop, send_frames
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.host")
@@ -60,10 +60,10 @@ class RankSockets:
         return socket
 
     def send_work(self, rank: int, body: bytes) -> None:
-        self._work.send_multipart([b"r%d" % rank, codec.PROTOCOL, body])
+        send_frames(self._work, (b"r%d" % rank, codec.PROTOCOL, body))
 
     def send_service(self, rank: int, body: bytes) -> None:
-        self._service.send_multipart([b"r%d" % rank, codec.PROTOCOL, body])
+        send_frames(self._service, (b"r%d" % rank, codec.PROTOCOL, body))
 
     def drain(self, num_ranks: int) -> None:
         """Handle the reports of a dead rank that are still in the sockets, before its exit is reported.

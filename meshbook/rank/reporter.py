@@ -9,6 +9,7 @@ import zmq
 from meshbook.ids import CallId
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire import codec, keys, messages, spawn
+from meshbook.wire.loop import send_frames
 
 
 class Reporter:
@@ -23,7 +24,7 @@ class Reporter:
 
     def send(self, report: messages.RankReport) -> None:
         """Send a report. Main thread only."""
-        self.work_socket.send_multipart(codec.encode(report))
+        send_frames(self.work_socket, codec.encode(report))
 
     def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
         """Return the unsent output, and the number of the last piece that was sent."""
@@ -40,7 +41,7 @@ class Reporter:
             body = codec.encode_body(
                 messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
             )
-            socket.send_multipart([codec.PROTOCOL, body])
+            send_frames(socket, (codec.PROTOCOL, body))
             return len(body)
 
 

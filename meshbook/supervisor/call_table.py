@@ -111,6 +111,9 @@ class CallTable:
     def __iter__(self) -> Iterator[ActiveCall]:
         return iter(tuple(self._calls.values()))
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def __contains__(self, call_id: str) -> bool:
         return call_id in self._calls
 

@@ -32,7 +32,7 @@ from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.supervisor.state import MeshState
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, keys, messages, processes
-from meshbook.wire.loop import Loop
+from meshbook.wire.loop import Loop, send_frames
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.supervisor")
@@ -193,7 +193,7 @@ class Driver:
             except TransferError as error:  # the receiver waits for a reply, so send the failure
                 log.warning("%s", error)
                 frames = codec.encode(failure_report_for(message, error))
-            self._client_socket.send_multipart([identity, *frames])
+            send_frames(self._client_socket, (identity, *frames))
 
     def _on_callback_error(self, error: BaseException) -> None:
         """Log an exception of a callback and report it in running cells, which may wait for the callback's result."""

@@ -96,6 +96,8 @@ class CallScheduler:
         of it is in transit. A call to a rank that has not returned waits for that rank. If the groups are broken, a
         call also waits for earlier calls on its ranks, because the groups are re-formed when those have ended.
         """
+        if len(self._calls) == 1:  # only this one, as most often
+            return self._positions.is_comparing
         exited = self._ranks.exited
         earlier = list(itertools.takewhile(lambda other: other is not call, self._calls))
         stopped = [other for other in self._calls if other.stopping_ranks]

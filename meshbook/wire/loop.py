@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -27,6 +27,17 @@ _MAX_MESSAGES_PER_TURN = 64
 # Consecutive failures after which a descriptor is unwatched: it stays readable until it is read, and the loop would do
 # nothing else. A descriptor that user code has closed is unwatched at its first failure.
 _MAX_FD_FAILURES = 10
+
+
+# As plain numbers: pyzmq's flags are enums, and each `|` and `&` of one costs as much as the system call beside it.
+_SNDMORE, _NOBLOCK, _POLLIN = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN)
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Send one message. As `send_multipart`, which checks and combines flags for each frame, in a third of the time."""
+    for frame in frames[:-1]:
+        socket.send(frame, _SNDMORE)
+    socket.send(frames[-1])
 
 
 class Timer:
@@ -64,10 +75,12 @@ class Loop:
         def drain() -> None:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                    frames = socket.recv_multipart(_NOBLOCK)
                 except zmq.Again:
                     return
                 self._call_guarded(lambda frames=frames: on_frames(frames))  # type: ignore[misc]
+                if socket not in self._handlers or not socket.getsockopt(zmq.EVENTS) & _POLLIN:  # type: ignore[operator]
+                    return
 
         self._handlers[socket] = drain
         self._poller.register(socket, zmq.POLLIN)
