@@ -82,9 +82,7 @@ class Executor:
                 # A user's signal handler raises wherever the main thread is: an alarm of a finished cell, or
                 # DataLoader's when a worker was killed. That must not end the rank.
                 self._gate.reset()
-                with contextlib.suppress(Exception):
-                    tracebacks.strip_meshbook_frames(error)
-                    traceback.print_exception(error)
+                _print_error(error)
 
     def _execute(self, command: Any, handler: Callable[[Any], Outcome]) -> None:
         started = perf_counter()
@@ -104,9 +102,14 @@ class Executor:
         if outcome.status == "interrupted" and torch is not None:
             torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
         seconds = perf_counter() - started
+        self._reporter.may_have_sent = False
         try:
             self._report_finished(command.call, label, outcome, seconds)
         except BaseException as error:  # raised by a signal handler, as in `serve`; or the outcome cannot be encoded
+            if (
+                self._reporter.may_have_sent
+            ):  # the call may be over for the others, and a second report is not read then
+                _print_error(error)
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
             self._report_finished(command.call, label, outcome, seconds)
 
@@ -205,3 +208,9 @@ class Executor:
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)
+
+
+def _print_error(error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        tracebacks.strip_meshbook_frames(error)
+        traceback.print_exception(error)

@@ -254,6 +254,21 @@ def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_ran
     assert dict(own_mesh.run("kept").values) == dict.fromkeys(range(3), 42)
 
 
+def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(own_mesh: Mesh) -> None:
+    source = (
+        "import sys\n"
+        "def trace(frame, event, arg):\n"
+        "    if event == 'return' and frame.f_code.co_name == 'send_frames':\n"
+        "        sys.setprofile(None)\n"
+        "        raise TimeoutError('later than late')\n"
+        "if rank == 1:\n"
+        "    sys.setprofile(trace)"
+    )
+    own_mesh.run(source, timeout=20.0)
+    when(lambda: "TimeoutError: later than late" in own_mesh.logs(1))
+    assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
+
+
 def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
     source = (
         "import sys\n"

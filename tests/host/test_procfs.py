@@ -87,12 +87,14 @@ def test_a_locked_file_and_one_that_does_not_open_are_told_by_path(start: Start,
 
 def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start) -> None:
     source = "import subprocess; subprocess.Popen(['sleep', '100']).wait()"
-    sleeps = ("S", "sleep 100")  # once it has come to it
-    reported = when(
-        start(source), lambda reported: reported.syscall == "wait4" and sleeps in [one[1:] for one in reported.children]
-    )
-    pid = reported.children[0][0]
-    assert reported.syscall_target == f"process {pid}: sleep 100"
+
+    def waits(reported: ProcessStatus) -> bool:  # what it has started is python at first, and runs
+        children = [(state, f"process {pid}: {command}") for pid, state, command in reported.children]
+        return reported.syscall == "wait4" and children == [("S", reported.syscall_target)]
+
+    reported = when(start(source), lambda reported: waits(reported) and "sleep" in str(reported.syscall_target))
+    pid, _, command = reported.children[0]
+    assert command == "sleep 100"
     os.kill(pid, signal.SIGSTOP)
     when(pid, lambda reported: reported.state == "T")
     os.kill(pid, signal.SIGKILL)
