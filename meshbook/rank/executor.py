@@ -106,9 +106,7 @@ class Executor:
         try:
             self._report_finished(command.call, label, outcome, seconds)
         except BaseException as error:  # raised by a signal handler, as in `serve`; or the outcome cannot be encoded
-            if (
-                self._reporter.may_have_sent
-            ):  # the call may be over for the others, and a second report is not read then
+            if self._reporter.may_have_sent:  # then the second report may not be read
                 _print_error(error)
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
             self._report_finished(command.call, label, outcome, seconds)

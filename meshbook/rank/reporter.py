@@ -21,11 +21,10 @@ class Reporter:
         self._seq = 0
         self.work_socket = connect_to_host(context, config.work_address, config.rank)
         self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
-        self.may_have_sent = False  # the last report, also if sending it raised
+        self.may_have_sent = False  # set as soon as a report may have left, also if sending it raises
 
     def send(self, report: messages.RankReport) -> None:
         """Send a report. Main thread only."""
-        self.may_have_sent = False
         frames = codec.encode(report)
         self.may_have_sent = True
         send_frames(self.work_socket, frames)
