@@ -206,6 +206,10 @@ def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
     print(f"Killed {name_ranks(ranks)}.")
 
 
+def _heal(notebook: Notebook, options: argparse.Namespace) -> None:
+    print(mesh_named(notebook).heal(replay=not options.no_replay, share=not options.no_share))
+
+
 # ---- values
 
 
@@ -460,6 +464,15 @@ COMMANDS = {
     ),
     "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
     "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
+    "heal": MagicCommand(
+        "%mesh heal [--no-replay] [--no-share]",
+        "Fresh processes in place of dead ranks; the others keep what they hold.",
+        _heal,
+        (_argument("--no-replay", action="store_true"), _argument("--no-share", action="store_true")),
+        "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
+        "equally. --no-replay: run no cells. --no-share: copy nothing.",
+        complete=lambda notebook: ("--no-replay", "--no-share"),
+    ),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
         "Copy variables from here to every rank.",
