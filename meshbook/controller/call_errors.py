@@ -99,8 +99,8 @@ def _rank_lost_error(finished: messages.CallFinished, label: str) -> RankLost:
         message += _last_traces(first)
     if survivors:
         message += (
-            f"\nNext: %mesh heal puts {'a new process in its' if len(lost) == 1 else 'new processes in their'} place, and "
-            f"the others keep what they hold; or go on with these alone (%%mesh --ranks {format_ranks(survivors)})."
+            f"\nNext: %mesh heal puts {'a new process in its' if len(lost) == 1 else 'new processes in their'} place, "
+            f"and the others keep what they hold; or go on with these alone (%%mesh --ranks {format_ranks(survivors)})."
         )
     elif first is not None and first.cause is not None:
         message += "\nNext: %mesh heal starts new processes in their place."

@@ -319,6 +319,12 @@ class Session:
         self._ended_event.set()
 
 
+def incarnations(session: Session, ranks: Ranks) -> tuple[int, ...]:
+    """Return how often each of these ranks has got a new process, as last reported."""
+    by_rank = {info.rank: info.incarnation for info in session.info.ranks}
+    return tuple(by_rank.get(rank, 0) for rank in ranks)
+
+
 def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
     return MeshAxes.of(dict(info.spec.axes)) if info.spec is not None else None
 

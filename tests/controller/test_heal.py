@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import meshbook
+from meshbook.actor import Actor, SupervisionError, endpoint
 from meshbook.controller.healed import Healed
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
@@ -477,3 +479,52 @@ def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
     pair.heal()
     with pytest.raises(CellError, match="ZeroDivisionError"):
         pair.run("1 / 0")
+
+
+# ---- remote tensors and actors
+
+
+def test_tensors_of_before_say_that_a_part_is_lost_and_new_ones_compute(pair: Mesh) -> None:
+    before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    idle = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert before.sum().item() == 6
+    kill(pair, 1)
+    with pytest.raises(RankLost, match=r"a part of every tensor of this mesh is gone: %mesh heal, then make them anew"):
+        before.sum().item()
+    pair.heal()
+    for tensor in (before, idle):
+        with pytest.raises(RankLost, match=r"%mesh heal"):
+            tensor.sum().item()
+    again = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert (again * 2).sum().item() == 12
+
+
+def test_a_tensor_that_was_not_used_while_the_rank_was_dead_says_so_too(pair: Mesh) -> None:
+    before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert before.sum().item() == 6
+    kill(pair, 1)
+    pair.heal()
+    with pytest.raises(RankLost, match="rank 1 has a new process since this tensor was made"):
+        before.sum().item()
+
+
+class Counter(Actor):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @endpoint
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_the_new_process(pair: Mesh) -> None:
+    counters = pair.spawn("counters", Counter)
+    assert [value for _, value in counters.add.call().get().items()] == [1, 1]
+    kill(pair, 1)
+    pair.heal()
+    assert counters.slice(rank=0).add.call_one().get() == 2
+    with pytest.raises(SupervisionError, match="rank 1 of 'counters' is lost"):
+        counters.add.call().get()
+    anew = pair.spawn("counters_again", Counter)
+    assert [value for _, value in anew.add.call().get().items()] == [1, 1]
