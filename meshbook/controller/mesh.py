@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import extensions, remote, reports, running, scattering
+from meshbook.controller import extensions, past_cells, remote, reports, running, scattering
 from meshbook.controller.console import Console
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.remote import RemoteValue
@@ -361,9 +361,9 @@ class Mesh:
         """Return the supervisor's current information about the mesh."""
         return self._session.status()
 
-    def history(self) -> tuple[messages.HistoryEntry, ...]:
-        """Return the cells that ran, oldest first."""
-        return self._session.history()
+    def history(self, number: int | None = None) -> Any:
+        """Return the cells that ran, oldest first; with a number the `PastCell`, which has that cell's output."""
+        return self._session.history() if number is None else past_cells.fetch_past_cells(self._session, number)[-1]
 
     def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
         """Return the last output of a rank, also of a dead one."""

@@ -150,6 +150,10 @@ class Session:
     def history(self) -> tuple[messages.HistoryEntry, ...]:
         return self._call_supervisor(messages.QueryHistory(call=self.connection.next_call_id()), 5.0).history
 
+    def kept_output(self, number: int) -> tuple[messages.KeptCell, ...]:
+        command = messages.QueryOutput(call=self.connection.next_call_id(), number=number)
+        return self._call_supervisor(command, 5.0).kept
+
     def logs(self, rank: int, limit_bytes: int) -> str:
         command = messages.QueryLogs(call=self.connection.next_call_id(), rank=rank, limit_bytes=limit_bytes)
         return self._call_supervisor(command, 5.0).text or ""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshbook.controller import extensions
+from meshbook.controller import extensions, past_cells
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import read_defaults
 from meshbook.controller.connection import SupervisorConnection
@@ -22,6 +22,9 @@ from meshbook.host.gpus import count_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
+
+# Clients that show under their cells what happened meanwhile (`kernel.meshes`).
+_NOTEBOOK_KINDS = ("kernel", "ipython")
 
 
 def create_mesh(
@@ -100,6 +103,8 @@ def create_mesh(
 def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
     """Attach to a running mesh; without a name, to the only one. It does not end with this process.
 
+    Prints which cells went on without their client, and how they ended.
+
     Raises:
         NotAttached: none is running, or it has no ranks.
         MeshNameError: no such name, or several meshes and no name.
@@ -111,7 +116,10 @@ def attach(name: str | None = None, *, kind: str = "script", observer: bool = Fa
     if session.axes is None:
         session.close()
         raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
-    return _new_mesh(session)
+    mesh = _new_mesh(session)
+    if not observer and kind not in _NOTEBOOK_KINDS:
+        _report_unattended(session)
+    return mesh
 
 
 def open_session(
@@ -232,6 +240,22 @@ def generate_mesh_name(stem: str | None = None) -> str:
         stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"
     return f"{stem}-{secrets.token_hex(2)}"
+
+
+def _report_unattended(session: Session) -> None:
+    """Print which cells went on without their client, and which still do."""
+    notices = past_cells.unattended_notices(
+        session, "its client", lambda number: f"mesh.history({'' if number is None else number})"
+    )
+    for call in session.connection.welcome.open_calls:
+        if call.orphaned and call.number is not None:
+            notices.append(
+                f"{call.label or 'a cell'} goes on without its client, for {call.seconds:.0f} s now; its output until "
+                f"now: mesh.history({call.number})"
+            )
+    for text in notices:
+        background_output_of(session).notify(session.axes.ranks if session.axes is not None else (), text)
+    past_cells.acknowledge_unattended(session)
 
 
 def _new_mesh(session: Session) -> Mesh:

@@ -6,13 +6,15 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `monitoring`.
+`group_state`, `history`, `past_cells`, `monitoring`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.supervisor.call_table import CallTable
@@ -21,6 +23,7 @@ from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
+from meshbook.supervisor.past_cells import PastCells
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
@@ -47,6 +50,7 @@ class MeshState:
         self._cells = CellRecord()
         self._monitoring = Monitoring(self, self._ranks, stall_s)
         self._calls = CallTable(self._ranks, self._monitoring)
+        self._past_cells = PastCells(self._clients, self._calls, self._cells)
         self._scheduler = CallScheduler(
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
@@ -60,9 +64,7 @@ class MeshState:
             messages.KillRanks: self._kill_ranks,
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
-            messages.QueryHistory: lambda client, command, *_: self._reply(
-                client, command, history=self._cells.history.entries()
-            ),
+            **self._past_cells.command_handlers,
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.SetOrphanTtl: self._set_orphan_ttl,
@@ -89,7 +91,12 @@ class MeshState:
 
     def client_joined(self, hello: messages.Hello, now: float) -> list[Effect]:
         self._clients.join(hello)
-        return [SendToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
+        welcome = messages.Welcome(
+            info=self.info(),
+            open_calls=self.open_calls(now),
+            unattended=self._past_cells.unattended(),
+        )
+        return [SendToClient(hello.client, welcome)]
 
     def command_received(
         self, client_id: str, command: messages.ClientCommand, body: bytes, now: float
@@ -97,13 +104,17 @@ class MeshState:
         client = self._clients.get(client_id)
         if client is None:
             return []
-        return self._command_handlers.get(type(command), self._start_call)(client, command, body, now)
+        effects = self._command_handlers.get(type(command), self._start_call)(client, command, body, now)
+        if isinstance(command, messages.FollowCall):
+            return effects  # what they contain is kept already
+        return self._past_cells.keep(effects, now)
 
-    def client_disconnected(self, client_id: str) -> list[Effect]:
+    def client_disconnected(self, client_id: str, now: float) -> list[Effect]:
         """Handle a client that exited or detached. Its calls on the ranks continue."""
         client, orphaned = self._clients.leave(client_id)
         if client is None:
             return []
+        self._past_cells.client_left(client_id, now)
         self._monitoring.client_disconnected(client_id)
         effects = self._calls.client_left(client_id)
         living = self._ranks.living
@@ -113,7 +124,7 @@ class MeshState:
 
     def report_received(self, host: int, report: messages.HostReport, now: float) -> list[Effect]:
         handler = self._report_handlers.get(type(report))
-        return handler(host, report, now) if handler is not None else []
+        return self._past_cells.keep(handler(host, report, now), now) if handler is not None else []
 
     def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
         """Handle the loss of a host and all its ranks."""
@@ -132,20 +143,23 @@ class MeshState:
                 cause=f"ended with its host, which {reason}",
             )
             effects += self._rank_exited(exited)
-        return [*effects, *self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
+        effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
+        return self._past_cells.keep(effects, now)
 
     def timer_fired(self, name: str, now: float) -> list[Effect]:
         kind, _, argument = name.partition(" ")
         match kind:
             case "orphan":
-                return [Shutdown("no client was left")] if self._clients.is_orphaned(argument) else []
+                effects: list[Effect] = [Shutdown("no client was left")] if self._clients.is_orphaned(argument) else []
             case "left":
-                return self._scheduler.query_left(argument, now)
+                effects = self._scheduler.query_left(argument, now)
             case "release":
-                return self._scheduler.send_deferred(now)
+                effects = self._scheduler.send_deferred(now)
             case "seeing":
-                return self._monitoring.timer_fired(argument, now)
-        return self._calls.timer_fired(kind, argument, now)
+                effects = self._monitoring.timer_fired(argument, now)
+            case _:
+                effects = self._calls.timer_fired(kind, argument, now)
+        return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
@@ -170,7 +184,10 @@ class MeshState:
 
     def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:
         """Return the running cells, oldest first."""
-        return self._calls.running_cells(now)
+        return tuple(
+            msgspec.structs.replace(call, orphaned=call.client not in self._clients)
+            for call in self._calls.running_cells(now)
+        )
 
     def ranks_awaiting_input(self) -> tuple[int, ...]:
         """Return the ranks that wait for a reply to input()."""
@@ -199,6 +216,8 @@ class MeshState:
             return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
+        if isinstance(command, messages.RunCell) and not command.silent:
+            self._past_cells.began(command, client.id)
         return self._scheduler.start(client, command, body, now, self.wall_time(now))
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
@@ -234,7 +253,7 @@ class MeshState:
 
     def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = float("inf") if command.orphan_ttl_s is None else command.orphan_ttl_s
-        return [*self._reply(client, command), *self.client_disconnected(client.id)]
+        return [*self._reply(client, command), *self.client_disconnected(client.id, now)]
 
     def _set_orphan_ttl(self, client: Client, command: messages.SetOrphanTtl, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = command.orphan_ttl_s

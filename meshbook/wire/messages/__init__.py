@@ -46,6 +46,9 @@ ClientCommand = (
     | QueryStatus
     | QueryLogs
     | QueryHistory
+    | QueryOutput
+    | FollowCall
+    | AcknowledgeCells
     | StopMesh
     | Detach
     | Ping
