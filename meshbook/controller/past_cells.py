@@ -6,7 +6,7 @@ A cell that goes on without its client, because a kernel was killed or a page wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import Display, FoldedItem, HistoryEntry, KeptCell, Line, RankDisplay
 
+_TIMEOUT_S = 5.0
 # Cells that a client hears of when it attaches; the others are marked in the history.
 _MAX_NOTICES = 3
 _ENDS = {"ok": "ended", "error": "failed", "interrupted": "was stopped", "lost": "lost a rank"}
@@ -40,12 +41,11 @@ class PastCell:
     """
 
     def __init__(self, kept: KeptCell, *, now: float, earlier: tuple[PastCell, ...] = ()) -> None:
-        entry = kept.entry
+        entry = self._entry = kept.entry
         self.number, self.ranks, self.source, self.status = entry.number, entry.ranks, entry.source, entry.status
         self.seconds = now - entry.started_at if entry.seconds is None else entry.seconds
         self.earlier = earlier
         self.items = (*map(_without_display_id, kept.items), *_end_items(kept, self.label))
-        self._entry = entry
 
     @property
     def label(self) -> str:
@@ -79,19 +79,31 @@ def fetch_past_cells(session: Session, number: int) -> tuple[PastCell, ...]:
         MeshTimeout: the supervisor does not answer.
     """
     cells: list[PastCell] = []
-    for kept in session.kept_output(number):
+    query = messages.QueryOutput(call=session.connection.next_call_id(), number=number)
+    for kept in session.call_supervisor(query, _TIMEOUT_S).kept:
         cells.append(PastCell(kept, now=time.time(), earlier=tuple(cells)))
     return tuple(cells)
 
 
-def unattended_notices(session: Session, whose: str, show: Callable[[int | None], str]) -> list[str]:
-    """Return sentences about cells that ended after their client was gone; none that a user knows of already.
+def fetch_unattended(session: Session) -> messages.CommandReply:
+    """Return the running cells (`open_calls`), and those that ended without their client (`history`). Blocks."""
+    return session.call_supervisor(messages.QueryUnattended(call=session.connection.next_call_id()), _TIMEOUT_S)
+
+
+def acknowledge(session: Session, entries: Sequence[HistoryEntry]) -> None:
+    """Have the supervisor report these cells, which ended without their client, to no other. Does not wait."""
+    if entries and not session.connection.closed:
+        session.connection.send(messages.AcknowledgeCells(calls=tuple(entry.call for entry in entries)))
+
+
+def unattended_notices(unattended: Sequence[HistoryEntry], whose: str, show: Callable[[int | None], str]) -> list[str]:
+    """Return sentences about cells that ended after their client was gone.
 
     Args:
+        unattended: the cells, oldest first.
         whose: what they went on without: "the notebook".
         show: returns what shows the output of a cell with this number; None: what lists all cells.
     """
-    unattended = session.connection.welcome.unattended
     notices = []
     for entry in unattended[-_MAX_NOTICES:]:
         what = f"its output ({format_lines(entry.num_lines)})" if entry.num_lines else "what it came to"
@@ -101,12 +113,6 @@ def unattended_notices(session: Session, whose: str, show: Callable[[int | None]
     if (more := len(unattended) - _MAX_NOTICES) > 0:
         notices.insert(0, f"{more} earlier cell{'s' if more > 1 else ''} went on without {whose} too: {show(None)}")
     return notices
-
-
-def acknowledge_unattended(session: Session) -> None:
-    """Have the supervisor tell no other client of the cells that `unattended_notices` named. Does not wait."""
-    if (unattended := session.connection.welcome.unattended) and not session.connection.closed:
-        session.connection.send(messages.AcknowledgeCells(calls=tuple(entry.call for entry in unattended)))
 
 
 def _label(entry: HistoryEntry) -> str:

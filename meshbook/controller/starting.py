@@ -244,10 +244,11 @@ def generate_mesh_name(stem: str | None = None) -> str:
 
 def _report_unattended(session: Session) -> None:
     """Print which cells went on without their client, and which still do."""
+    found = past_cells.fetch_unattended(session)
     notices = past_cells.unattended_notices(
-        session, "its client", lambda number: f"mesh.history({'' if number is None else number})"
+        found.history, "its client", lambda number: f"mesh.history({'' if number is None else number})"
     )
-    for call in session.connection.welcome.open_calls:
+    for call in found.open_calls:
         if call.orphaned and call.number is not None:
             notices.append(
                 f"{call.label or 'a cell'} goes on without its client, for {call.seconds:.0f} s now; its output until "
@@ -255,7 +256,7 @@ def _report_unattended(session: Session) -> None:
             )
     for text in notices:
         background_output_of(session).notify(session.axes.ranks if session.axes is not None else (), text)
-    past_cells.acknowledge_unattended(session)
+    past_cells.acknowledge(session, found.history)
 
 
 def _new_mesh(session: Session) -> Mesh:

@@ -21,9 +21,10 @@ from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
-from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
+from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.kernel.history import show_history
 from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
@@ -119,6 +120,7 @@ def _list(notebook: Notebook, options: argparse.Namespace) -> Table:
 
 def _attach(notebook: Notebook, options: argparse.Namespace) -> None:
     print(f"Attached to mesh {_describe(notebook.meshes.attach(options.name))}.")
+    notebook.front_end.show_notices()
 
 
 def _detach(notebook: Notebook, options: argparse.Namespace) -> None:
@@ -442,9 +444,16 @@ COMMANDS = {
     ),
     "actors": MagicCommand("%mesh actors", "Every actor: what waits, what runs, its last error.", _actors),
     "history": MagicCommand(
-        "%mesh history",
-        "The cells that ran on the mesh.",
-        lambda notebook, options: history_table(mesh_named(notebook).history()),
+        "%mesh history [N] [--all] [-m NAME]",
+        "The cells that ran on the mesh; with a number, what that cell showed.",
+        lambda notebook, options: show_history(notebook, mesh_named(notebook, options.mesh), options),
+        (
+            _argument("number", nargs="?", type=int),
+            _argument("--all", action="store_true"),
+            _argument("-m", dest="mesh"),
+        ),
+        "N: what cell N printed and how it ended, also while no notebook was there. --all: of every cell N, for a "
+        "kernel that was restarted counts from 1 again.",
     ),
     "logs": MagicCommand(
         "%mesh logs [RANK]",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient
@@ -26,6 +28,7 @@ class PastCells:
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.QueryHistory: self._query_history,
             messages.QueryOutput: self._query_output,
+            messages.QueryUnattended: self._query_unattended,
             messages.FollowCall: self._follow_call,
             messages.AcknowledgeCells: self._acknowledge_cells,
         }
@@ -48,10 +51,6 @@ class PastCells:
     def client_left(self, client: str, now: float) -> None:
         self._kept.client_left(client, now)
 
-    def unattended(self) -> tuple[messages.HistoryEntry, ...]:
-        """Return the cells that ended after their client was gone, and that no user knows of yet."""
-        return self._kept.unattended(self._cells.history.entries())
-
     # ---- commands
 
     def _query_history(self, client: Client, command: messages.QueryHistory, body: bytes, now: float) -> list[Effect]:
@@ -66,6 +65,16 @@ class PastCells:
                 client, command, f"no output of a cell {command.number} is kept; it is of cells: {known}"
             )
         return [SendToClient(client.id, messages.CommandReply(call=command.call, kept=kept))]
+
+    def _query_unattended(
+        self, client: Client, command: messages.QueryUnattended, body: bytes, now: float
+    ) -> list[Effect]:
+        running = tuple(
+            msgspec.structs.replace(call, orphaned=call.client not in self._clients)
+            for call in self._calls.running_cells(now)
+        )
+        ended = self._kept.unattended(self._cells.history.entries())
+        return [SendToClient(client.id, messages.CommandReply(call=command.call, open_calls=running, history=ended))]
 
     def _follow_call(self, client: Client, command: messages.FollowCall, body: bytes, now: float) -> list[Effect]:
         """Send an open cell's output and end to this client; if it has ended meanwhile, what it came to."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.clients import Client, Clients
@@ -91,12 +89,7 @@ class MeshState:
 
     def client_joined(self, hello: messages.Hello, now: float) -> list[Effect]:
         self._clients.join(hello)
-        welcome = messages.Welcome(
-            info=self.info(),
-            open_calls=self.open_calls(now),
-            unattended=self._past_cells.unattended(),
-        )
-        return [SendToClient(hello.client, welcome)]
+        return [SendToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
 
     def command_received(
         self, client_id: str, command: messages.ClientCommand, body: bytes, now: float
@@ -184,10 +177,7 @@ class MeshState:
 
     def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:
         """Return the running cells, oldest first."""
-        return tuple(
-            msgspec.structs.replace(call, orphaned=call.client not in self._clients)
-            for call in self._calls.running_cells(now)
-        )
+        return self._calls.running_cells(now)
 
     def ranks_awaiting_input(self) -> tuple[int, ...]:
         """Return the ranks that wait for a reply to input()."""

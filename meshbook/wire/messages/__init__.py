@@ -47,6 +47,7 @@ ClientCommand = (
     | QueryLogs
     | QueryHistory
     | QueryOutput
+    | QueryUnattended
     | FollowCall
     | AcknowledgeCells
     | StopMesh

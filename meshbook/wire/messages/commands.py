@@ -165,6 +165,12 @@ class QueryOutput(Message):
     number: int
 
 
+class QueryUnattended(Message):
+    """Request the running cells, and (as history) those that ended after their client was gone, until acknowledged."""
+
+    call: CallId
+
+
 class FollowCall(Message):
     """Receive the output and the end of a cell whose client is gone, beginning with what was printed since."""
 

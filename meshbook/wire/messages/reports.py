@@ -166,6 +166,7 @@ class CommandReply(Message):
     text: str | None = None
     history: tuple[HistoryEntry, ...] = ()
     kept: tuple[KeptCell, ...] = ()
+    open_calls: tuple[OpenCall, ...] = ()
 
 
 class Refused(Message):
@@ -179,8 +180,6 @@ class Refused(Message):
 class Welcome(Message):
     info: MeshInfo
     open_calls: tuple[OpenCall, ...] = ()
-    # cells that ended after their client was gone, and that no user knows of yet; without their sources
-    unattended: tuple[HistoryEntry, ...] = ()
 
 
 class MeshReady(Message):
