@@ -251,7 +251,7 @@ def _report_unattended(session: Session) -> None:
     for call in found.open_calls:
         if call.orphaned and call.number is not None:
             notices.append(
-                f"{call.label or 'a cell'} goes on without its client, for {call.seconds:.0f} s now; its output until "
+                f"cell {call.number} goes on without its client, for {call.seconds:.0f} s now; its output until "
                 f"now: mesh.history({call.number})"
             )
     for text in notices:

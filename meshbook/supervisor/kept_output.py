@@ -9,7 +9,7 @@ notice in their place says how much.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -29,10 +29,10 @@ from meshbook.wire.messages import (
 )
 
 MAX_CELLS = 1000
-MAX_CELL_BYTES = 2 << 20  # of one cell: some 8,000 lines, more than a page scrolls through
+MAX_CELL_BYTES = 2 << 20  # of one cell: some 5,000 lines, more than a page scrolls through
 MAX_BYTES = 16 << 20  # of all cells; the supervisor itself takes 20 MiB
-# Memory of an item besides its text: struct, tuple of ranks, entry of a dict; measured with tracemalloc.
-ITEM_BYTES = 320
+# Memory of an item besides its text: a decoded line with four ranks took 382 bytes by tracemalloc, as the tests look.
+ITEM_BYTES = 380
 # Seconds before a client was gone whose output it may not have shown any more.
 UNSHOWN_S = 1.0
 # Values and errors of one cell; of larger ones only texts are kept. They leave half of a cell's room to its lines.
@@ -40,10 +40,8 @@ _MAX_OUTCOME_BYTES = MAX_CELL_BYTES // 2
 _MAX_UNATTENDED = 20  # cells that a new client hears of
 
 
-class _Item(NamedTuple):
-    item: FoldedItem
-    num_bytes: int
-    sent_at: float
+# Plain tuples, because one is made for each line that is printed.
+_Item = tuple[FoldedItem, int, float]  # an item, the memory it takes, and when it was sent
 
 
 class _Cell:
@@ -70,7 +68,15 @@ class _Cell:
 
     # ---- output
 
-    def add(self, item: FoldedItem, now: float) -> None:
+    def add(self, items: Iterable[FoldedItem], now: float) -> None:
+        for item in items:
+            if type(item) is Line and not (item.live or self._live or self._clears_next):  # as nearly all items are
+                self.num_lines += 1
+                self._append(item, len(item.text) + 1, now)
+            else:
+                self._add(item, now)
+
+    def _add(self, item: FoldedItem, now: float) -> None:
         if self._clears_next:
             self._clears_next = False
             self._clear()
@@ -85,7 +91,7 @@ class _Cell:
                 self._clear()
         elif isinstance(item.item, Display):
             if item.item.update:
-                self._update(item.ranks, item.item)
+                self._update(item.ranks, item.item, now)
             else:
                 self.displays[self._append(item, _display_bytes(item.item), now)] = None
         else:
@@ -102,7 +108,7 @@ class _Cell:
 
     def shown_items(self, since: float = float("-inf")) -> tuple[FoldedItem, ...]:
         """Return the output that was sent since then, with a notice at its beginning if there was more."""
-        items = [kept.item for kept in self._items.values() if kept.sent_at >= since]
+        items = [item for item, _, sent_at in self._items.values() if sent_at >= since]
         items += self._live
         if self._dropped:
             notice = Notice(f"… {self._dropped.describe()} of this cell's output are no longer kept")
@@ -116,25 +122,22 @@ class _Cell:
             key = next(iter(self._items), None)
         if key is None:
             return False
-        kept = self._remove(key)
-        if isinstance(kept.item, RankDisplay) and isinstance(kept.item.item, Display):
-            self._dropped.add_display(kept.item.ranks, kept.num_bytes - ITEM_BYTES)
+        item, num_bytes, _ = self._items.pop(key)
+        self.displays.pop(key, None)
+        self.num_bytes -= num_bytes
+        if isinstance(item, RankDisplay) and isinstance(item.item, Display):
+            self._dropped.add_display(item.ranks, num_bytes - ITEM_BYTES)
         else:
-            self._dropped.add(kept.item.ranks, kept.num_bytes - ITEM_BYTES)
+            self._dropped.add(item.ranks, num_bytes - ITEM_BYTES)
         return True
 
     def _append(self, item: FoldedItem, num_bytes: int, now: float) -> int:
         key = self._next_key
         self._next_key += 1
-        self._items[key] = _Item(item, num_bytes + ITEM_BYTES, now)
-        self.num_bytes += num_bytes + ITEM_BYTES
+        num_bytes += ITEM_BYTES
+        self._items[key] = (item, num_bytes, now)
+        self.num_bytes += num_bytes
         return key
-
-    def _remove(self, key: int) -> _Item:
-        kept = self._items.pop(key)
-        self.displays.pop(key, None)
-        self.num_bytes -= kept.num_bytes
-        return kept
 
     def _add_line(self, line: Line, now: float) -> None:
         """Add a line, or the state of one that is still being written, by the rules of `fold.lines`."""
@@ -150,27 +153,27 @@ class _Cell:
         elif line.text:
             self._live.append(line)
 
-    def _update(self, ranks: Ranks, new: Display) -> None:
+    def _update(self, ranks: Ranks, new: Display, now: float) -> None:
         """Replace the displays with this id that these ranks made. One of another cell is that cell's."""
         for key in list(self.displays):
-            kept = self._items[key]
-            old = kept.item.item if isinstance(kept.item, RankDisplay) else None
+            item, num_bytes, sent_at = self._items[key]
+            old = item.item if isinstance(item, RankDisplay) else None
             if not isinstance(old, Display) or old.display_id != new.display_id:
                 continue
-            others, updated = _without(kept.item.ranks, ranks), set(kept.item.ranks) & set(ranks)
+            others, updated = _without(item.ranks, ranks), set(item.ranks) & set(ranks)
             if not updated:
                 continue
             shown = RankDisplay(tuple(sorted(updated)), msgspec.structs.replace(new, update=False))
             if not others:
-                num_bytes = _display_bytes(new) + ITEM_BYTES
-                self.num_bytes += num_bytes - kept.num_bytes
-                self._items[key] = _Item(shown, num_bytes, kept.sent_at)
+                new_bytes = _display_bytes(new) + ITEM_BYTES
+                self.num_bytes += new_bytes - num_bytes
+                self._items[key] = (shown, new_bytes, now)
             else:
-                self._items[key] = kept._replace(item=RankDisplay(others, old))
-                self.displays[self._append(shown, _display_bytes(new), kept.sent_at)] = None
+                self._items[key] = (RankDisplay(others, old), num_bytes, sent_at)
+                self.displays[self._append(shown, _display_bytes(new), now)] = None
 
     def _clear(self) -> None:
-        self.num_bytes -= sum(kept.num_bytes for kept in self._items.values())
+        self.num_bytes -= sum(num_bytes for _, num_bytes, _ in self._items.values())
         self._items.clear()
         self.displays.clear()
         self._live.clear()
@@ -206,8 +209,7 @@ class KeptOutput:
         cell = self._cells.get(call)
         if cell is not None and items:
             before = cell.num_bytes
-            for item in items:
-                cell.add(item, now)
+            cell.add(items, now)
             self._trim(cell, before)
 
     def ended(self, finished: CallFinished, now: float) -> None:
@@ -215,8 +217,7 @@ class KeptOutput:
         cell = self._cells.get(finished.call)
         if cell is not None and cell.finished is None:
             before = cell.num_bytes
-            for item in finished.items:
-                cell.add(item, now)
+            cell.add(finished.items, now)
             cell.finish(finished, now)
             self._trim(cell, before)
 
@@ -288,16 +289,20 @@ class KeptOutput:
             self._trim_all()
 
     def _trim_all(self) -> None:
-        """Drop the oldest cells' displays, then the oldest cells; of one that runs, or the latest, only its items."""
+        """Drop the oldest cells' displays, then the oldest cells; of one that runs or is unattended, its items.
+
+        Makes room for more than was asked, because all cells are looked at each time.
+        """
+        limit = self._max_bytes - self._max_bytes // 16
         for cell in self._cells.values():
-            while self._num_bytes > self._max_bytes and cell.displays:
+            while self._num_bytes > limit and cell.displays:
                 self._drop_item(cell)
         for call, cell in list(self._cells.items()):
-            if self._num_bytes <= self._max_bytes:
+            if self._num_bytes <= limit:
                 return
             if cell.finished is not None and cell.left_at is None and len(self._cells) > 1:
                 self._drop_cell(call)
-            while self._num_bytes > self._max_bytes and call in self._cells and self._drop_item(cell):
+            while self._num_bytes > limit and call in self._cells and self._drop_item(cell):
                 pass
 
     def _drop_item(self, cell: _Cell) -> bool:

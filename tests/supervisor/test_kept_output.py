@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from meshbook.supervisor.kept_output import ITEM_BYTES, MAX_BYTES, MAX_CELL_BYTES, KeptOutput
@@ -73,6 +74,11 @@ class Kept(KeptOutput):
 
     def has(self, number: int) -> bool:
         return bool(self.find(number, self.entries))
+
+
+def as_received(items: tuple[FoldedItem, ...]) -> tuple[FoldedItem, ...]:
+    """The items in memory of their own, as the supervisor decodes them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(items), type=tuple[FoldedItem, ...])
 
 
 def texts(items: Iterable[FoldedItem]) -> list[str]:
@@ -314,8 +320,8 @@ def test_a_flood_for_hours_takes_no_more_memory_than_the_limits_say(length: int)
     for number in range(24):
         call = kept.begin(number)
         for batch in range(20):
-            items = tuple(Line((0, 1), "stdout", f"{batch} {n}".ljust(length, "x")) for n in range(400))
-            kept.printed(call, items, float(batch))
+            lines = tuple(Line(RANKS, "stdout", f"{batch} {n}".ljust(length, "x")) for n in range(400))
+            kept.printed(call, as_received(lines), float(batch))
         kept.end(call)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
