@@ -140,6 +140,24 @@ def test_the_history_marks_cells_with_output_and_says_of_which_it_has_some(share
     assert shared.value(f"mesh.history({printed}).text") == "kept 0\nkept 1\nkept 2\n"
 
 
+def test_displays_of_a_past_cell_are_shown_as_they_were_last_and_the_cells_own_are_left_alone(shared: FrontEnd) -> None:
+    drawn = shared.run(
+        "from IPython.display import display\n"
+        "class Figure:\n"
+        "    def __init__(self, step): self.step = step\n"
+        "    def _repr_mimebundle_(self, **_):\n"
+        "        return {'text/plain': f'step {self.step}', 'image/png': 'aGVsbG8='}\n"
+        "shown = display(Figure(0), display_id=True)\n"
+        "for step in range(1, 4): shown.update(Figure(step))"
+    )
+    shared.run("shown.update(Figure(9))")
+    number = drawn.reply["execution_count"]
+    past = shared.run(f"%mesh history {number}")
+    assert [data["text/plain"] for data in past.displays if "image/png" in data] == ["step 3"]
+    # A later update reaches the display of the cell itself, and not the one that the history shows.
+    assert [one["id"] for one in past.outputs if "image/png" in one.get("data", {})] == [None]
+
+
 def test_a_page_that_is_reloaded_while_a_cell_runs_is_shown_where_its_output_is(shared: FrontEnd, gate: Gate) -> None:
     assert "reloaded" not in shared.run("1 + 1").notes
     running = shared.send(f"print('before the reload', flush=True)\n{gate.wait}\nprint('after the reload')")
