@@ -6,7 +6,7 @@ A cell that goes on without its client, because a kernel was killed or a page wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -45,7 +45,8 @@ class PastCell:
         self.number, self.ranks, self.source, self.status = entry.number, entry.ranks, entry.source, entry.status
         self.seconds = now - entry.started_at if entry.seconds is None else entry.seconds
         self.earlier = earlier
-        self.items = (*map(_without_display_id, kept.items), *_end_items(kept, self.label))
+        end = () if kept.finished is None else end_items(kept.finished, self.ranks, self.label)
+        self.items = (*map(_without_display_id, kept.items), *end)
 
     @property
     def label(self) -> str:
@@ -123,17 +124,13 @@ def _describe_end(entry: HistoryEntry) -> str:
     return f"{_ENDS.get(entry.status, entry.status)} after {format_seconds(entry.seconds or 0.0)}"
 
 
-def _end_items(kept: KeptCell, label: str) -> Iterator[FoldedItem]:
-    """Yield what a cell showed at its end: its values, or its error."""
-    if kept.finished is None:
-        return
-    ranks: Ranks = kept.entry.ranks
-    parts = [part for part in kept.finished.outcomes if part.outcome.status == "ok" and part.outcome.value is not None]
-    if (error := error_from(kept.finished, label)) is not None:
+def end_items(finished: messages.CallFinished, ranks: Ranks, label: str) -> tuple[FoldedItem, ...]:
+    """Return what a cell shows at its end: its values by rank, or its error."""
+    if (error := error_from(finished, label)) is not None:
         text = "\n".join(getattr(render_error(error), "rendered", ()) or [f"{type(error).__name__}: {error}"])
-        yield Line(ranks, "stderr", text)
-    elif parts:
-        yield RankDisplay(ranks, Display(data=mime_bundle(parts, ranks)))
+        return (Line(ranks, "stderr", text),)
+    parts = [part for part in finished.outcomes if part.outcome.value is not None]
+    return (RankDisplay(ranks, Display(data=mime_bundle(parts, ranks))),) if parts else ()
 
 
 def _without_display_id(item: FoldedItem) -> FoldedItem:

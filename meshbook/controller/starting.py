@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.engines import ENGINES
-from meshbook.errors import NotAttached, StartError, UsageError
+from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
 from meshbook.host.gpus import count_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
@@ -118,7 +119,8 @@ def attach(name: str | None = None, *, kind: str = "script", observer: bool = Fa
         raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
     mesh = _new_mesh(session)
     if not observer and kind not in _NOTEBOOK_KINDS:
-        _report_unattended(session)
+        with contextlib.suppress(MeshTimeout):  # the next command says that the supervisor does not answer
+            _report_unattended(session)
     return mesh
 
 

@@ -16,6 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from meshbook.controller.console import Console
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.past_cells import end_items
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
 from meshbook.errors import CellError, CellInterrupted, MeshbookError, NotAttached, RankLost
@@ -252,12 +253,10 @@ class CellRunner:
                 return
             self._handles.update(session, finished.outcomes)
             output.close()
-            failure = future.exception()
-            if failure is None:
+            if future.exception() is not None or cell.is_followed:  # a background cell's values are those of its future
+                output(end_items(finished, shown.ranks, label))
+            if future.exception() is None:
                 output.note(f"{label} is done after {finished.seconds:.1f} s")
-            else:
-                text = "\n".join(getattr(failure, "rendered", ()) or [f"{type(failure).__name__}: {failure}"])
-                output((messages.Line(shown.ranks, "stderr", text),))
 
         future.add_done_callback(ended)
         return future

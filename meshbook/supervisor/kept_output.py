@@ -34,7 +34,7 @@ MAX_BYTES = 16 << 20  # of all cells; the supervisor itself takes 20 MiB
 # Memory of an item besides its text: a decoded line with four ranks took 382 bytes by tracemalloc, as the tests look.
 ITEM_BYTES = 380
 # Seconds before a client was gone whose output it may not have shown any more.
-UNSHOWN_S = 1.0
+UNSHOWN_S = 2.0
 # Values and errors of one cell; of larger ones only texts are kept. They leave half of a cell's room to its lines.
 _MAX_OUTCOME_BYTES = MAX_CELL_BYTES // 2
 _MAX_UNATTENDED = 20  # cells that a new client hears of

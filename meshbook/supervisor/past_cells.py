@@ -85,7 +85,6 @@ class PastCells:
             return self._refuse(client, command, "the cell has ended, and its output is not kept")
         if call is not None:
             self._calls.follow(call, client.id)
-            client.has_called = True  # ranks may hold for it what the cell comes to
         items = self._kept.follow(command.call, client.id)
         effects: list[Effect] = []
         if items:

@@ -93,6 +93,29 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
         end(front)
 
 
+def test_the_value_of_a_cell_that_is_followed_is_shown_and_stopping_the_mesh_does_not_wait_for_it(
+    run: object, gate: Gate
+) -> None:
+    with kernel() as front:
+        front.run("%mesh start -n 2 --hosts 2")
+        cell = front.send(f"print('at it', flush=True)\n{gate.wait}\nprint('live')\nrank * 10")
+        front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
+        front = again(front)
+        first = front.run("%%controller\n'back'")
+        gate.open()
+        front.wait_until_shown(first, lambda cell: "cell 2 is done after" in cell.notes)
+        assert "live\n" in first.stdout
+        assert "[0] 0\n[1] 10\n" in first.text
+        hangs = front.send("import time\nprint('again')\ntime.sleep(600)")
+        front.wait_until_shown(hangs, lambda cell: "again" in cell.stdout)
+        front = again(front)
+        stopped = front.run("%mesh stop")
+        assert "still runs" in stopped.notes
+        assert "has ended" in stopped.stdout
+        assert "waiting for" not in stopped.notes
+        end(front)
+
+
 def test_a_cell_that_failed_without_its_kernel_says_so_and_its_error_is_there(run: object, gate: Gate) -> None:
     with kernel() as front:
         front.run("pass")

@@ -290,7 +290,7 @@ def test_another_client_that_follows_gets_what_came_since_and_shortly_before_the
     for second in range(10):
         kept.printed(call, (line(f"at {second}"),), float(second))
     kept.client_left("one", 5.5)
-    assert texts(kept.follow(call, "two")) == ["at 5", "at 6", "at 7", "at 8", "at 9"]
+    assert texts(kept.follow(call, "two")) == ["at 4", "at 5", "at 6", "at 7", "at 8", "at 9"]
     kept.end(call)
     assert kept.unattended(kept.entries) == ()
 

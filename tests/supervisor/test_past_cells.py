@@ -95,7 +95,7 @@ def test_a_cell_that_ended_alone_is_reported_until_it_is_acknowledged_and_no_use
     assert unattended(world, "two").history == ()
 
 
-def test_a_follower_is_asked_for_input_and_what_ranks_hold_for_it_is_released_when_it_goes() -> None:
+def test_a_follower_is_asked_for_the_input_of_its_cell() -> None:
     world = World()
     world.run(execution_count=7)
     world.state.client_disconnected("one", world.now)
@@ -103,8 +103,6 @@ def test_a_follower_is_asked_for_input_and_what_ranks_hold_for_it_is_released_wh
     world.say(messages.FollowCall(call=C1), "two")
     asked = world.host(InputRequest(call=C1, rank=0, prompt="?", password=False))
     assert [effect.client for effect in asked if isinstance(effect, s.SendToClient)] == ["two"]
-    gone = world.state.client_disconnected("two", world.now)
-    assert [release.client for release in messages_of(gone, messages.Release)] == ["two"]
 
 
 def test_of_a_cell_that_was_never_there_the_refusal_names_those_that_are() -> None:
