@@ -19,6 +19,7 @@ from meshbook.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from meshbook.actors.buffer import Buffer, RDMABuffer
+    from meshbook.controller.healing import heal_mesh
     from meshbook.controller.listing import list_meshes
     from meshbook.controller.mesh import Mesh
     from meshbook.controller.results import RankValues
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions",
-    "list_meshes", "log", "module_to_mesh", "record", "recover",
+    "heal_mesh", "list_meshes", "log", "module_to_mesh", "record", "recover",
 ]  # fmt: skip
 
 _WHERE = {
@@ -44,6 +45,7 @@ _WHERE = {
     "list_meshes": "meshbook.controller.listing",
     "log": "meshbook.rank.scalars",
     "distribute": "meshbook.tensors.api",
+    "heal_mesh": "meshbook.controller.healing",
     "module_to_mesh": "meshbook.tensors.modules",
     "record": "meshbook.tensors.recording",
     "recover": "meshbook.tensors.recovery",

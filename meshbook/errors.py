@@ -153,6 +153,10 @@ class OperationFailed(CellError):
     """
 
 
+class HealError(MeshbookError):
+    """The mesh could not be healed now; the message says why and what to do. Living ranks keep what they hold."""
+
+
 class RankLost(MeshbookError):
     """A rank's process has exited.
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Exactly these: a name that is public by accident is a promise by accident.
 PUBLIC = {
     "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions",
-    "list_meshes", "log", "module_to_mesh", "record", "recover",
+    "heal_mesh", "list_meshes", "log", "module_to_mesh", "record", "recover",
 }  # fmt: skip
 
 ERRORS = {
@@ -32,6 +32,7 @@ ERRORS = {
     "CellInterrupted",
     "CollectiveAborted",
     "Failure",
+    "HealError",
     "MeshInUse",
     "MeshNameError",
     "MeshShapeError",
@@ -55,6 +56,7 @@ MESH = {
     # what it is
     "axes",
     "flatten",
+    "heal",
     "name",
     "ranks",
     "rename",

@@ -9,25 +9,23 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import extensions, past_cells, remote, reports, running, scattering
+from meshbook.controller import extensions, healing, remote, running, scattering
 from meshbook.controller.console import Console
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
+from meshbook.controller.healed import Healed
+from meshbook.controller.mesh_inspection import MeshInspection
 from meshbook.controller.remote import RemoteValue
-from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table
 from meshbook.data import batches
 from meshbook.errors import UsageError
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes, Slice
-from meshbook.selections import parse_selection
-from meshbook.wire import messages
 
 P = ParamSpec("P")
 
 
-class Mesh:
+class Mesh(MeshInspection):
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
     `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,
@@ -41,8 +39,7 @@ class Mesh:
         **options: Any,
     ) -> None:
         started = extensions.find("create_mesh")(shape=shape, mesh_dim_names=mesh_dim_names, **options)
-        self._session: Session = started._session
-        self._axes: MeshAxes = started._axes
+        self._session, self._axes = started._session, started._axes
 
     @classmethod
     def of(cls, session: Session, axes: MeshAxes) -> Mesh:
@@ -52,31 +49,6 @@ class Mesh:
         return mesh
 
     # ---- the grid
-
-    @property
-    def name(self) -> str:
-        """The name of the mesh in `meshbook list` and `attach`."""
-        return self._session.name
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis name -> size, outermost first."""
-        return self._axes.axes
-
-    @property
-    def ranks(self) -> Ranks:
-        """Global ranks, in grid order."""
-        return self._axes.ranks
-
-    @property
-    def grid(self) -> MeshAxes:
-        """The `MeshAxes` of this view."""
-        return self._axes
-
-    @property
-    def session(self) -> Session:
-        """The session that all views of this mesh share."""
-        return self._session
 
     def size(self, axis: str | None = None) -> int:
         """Return the number of ranks; with an axis, the size of that axis."""
@@ -355,86 +327,7 @@ class Mesh:
             raise UsageError(f"this mesh has the axes {', '.join(self.axes)}; say along which with axis=…")
         return next(iter(self.axes))
 
-    # ---- inspection and control
-
-    def status(self) -> messages.MeshInfo:
-        """Return the supervisor's current information about the mesh."""
-        return self._session.status()
-
-    def history(self, number: int | None = None) -> Any:
-        """Return the cells that ran, oldest first; with a number the `PastCell`, which has that cell's output."""
-        return self._session.history() if number is None else past_cells.fetch_past_cells(self._session, number)[-1]
-
-    def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
-        """Return the last output of a rank, also of a dead one."""
-        self._axes.check_ranks((rank,))
-        return self._session.logs(rank, limit_bytes)
-
-    def why(self) -> Why:
-        """Explain why the mesh hangs: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.
-
-        Any thread, also while a cell runs. On a slice: the findings that concern its ranks.
-
-        Returns:
-            Why: `.findings`, `.text`; it displays itself in a notebook.
-        """
-        return reports.why(self._session, self.ranks)
-
-    def stacks(
-        self, ranks: Sequence[int] | int | str | None = None, *, twice: bool = False, threads: bool = False
-    ) -> Stacks:
-        """Return the ranks' Python stacks, merged into one tree. Blocks, at most 3 s; usually milliseconds.
-
-        Any thread, also while a cell runs. Also covers ranks that are stopped (SIGSTOP) or hold the GIL, if py-spy has
-        permission.
-
-        Args:
-            ranks: which ranks, as for `run`; None: all of this view, dead ones included.
-            twice: sample again half a second later, and report which ranks moved.
-            threads: all threads of each rank, not only the main one.
-
-        Returns:
-            Stacks: `.tree`, `.text`, and by rank (`stacks[3]`) the threads' frames.
-
-        Raises:
-            MeshShapeError: a rank is not in this mesh.
-        """
-        chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
-        return reports.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
-
-    def health(self) -> Table:
-        """Return a table of each rank's activity, waits, CPU, memory and GPU. Blocks a few milliseconds.
-
-        The values are from the ranks' last heartbeat, up to a second ago. Programs use `mesh.memory()` and
-        `mesh.metrics()`.
-        """
-        return reports.health_table(reports.fetch_mesh_snapshot(self._session), self.ranks)
-
-    def memory(self, *, history: bool = False, kind: str | None = None) -> Any:
-        """Return the memory of each rank's process and GPU, in bytes. Blocks a few milliseconds.
-
-        Args:
-            history: one row per rank and sample since the mesh started, coarser for older samples, instead of one row
-                per rank.
-            kind: "pandas", "polars" or "dict"; None: the library that the program has imported, else polars, else
-                pandas, else a dict of lists.
-
-        Returns:
-            Columns rank, host, device, rss_bytes, peak_rss_bytes, gpu_allocated_bytes, gpu_reserved_bytes,
-            gpu_peak_bytes, gpu_used_bytes, gpu_total_bytes; with `history` rank, time (wall clock), rss_bytes,
-            gpu_allocated_bytes. GPU columns are None without a GPU.
-        """
-        return reports.memory_dataframe(self._session, self.ranks, history=history, kind=kind)
-
-    def metrics(self, *, kind: str | None = None) -> Any:
-        """Return the values that ranks passed to `meshbook.log`, one row per value. Blocks a few milliseconds.
-
-        Long curves are downsampled; their first and last points remain.
-
-        Returns:
-            Columns name, rank, step, value, time (wall clock), as `kind` says (see `memory`).
-        """
-        return reports.metrics_dataframe(self._session, self.ranks, kind=kind)
+    # ---- control
 
     def interrupt(self, ranks: Sequence[int] | int | str | None = None) -> None:
         """Interrupt what the ranks run, as the Stop button does. Does not wait."""
@@ -445,6 +338,25 @@ class Mesh:
     def kill(self, ranks: Sequence[int] | int | str, *, signal: int = 9) -> None:
         """Send a signal to ranks; SIGKILL by default."""
         self._session.kill(self._parse_ranks(ranks), signal)
+
+    def heal(self, *, replay: bool = True, share: bool = True) -> Healed:
+        """Put new processes in the place of ranks that have exited; the other ranks keep all they have. Blocks.
+
+        A new process runs the setup cells (`%%mesh --setup`, `run(..., setup=True)`), and the imports and definitions
+        of other cells. Then it gets what the other ranks hold, where they show that the lost rank held the same: values
+        that are equal on all of them, or on the ranks of an axis. Every process group works again.
+
+        Args:
+            replay: run those cells.
+            share: copy what the others hold.
+
+        Returns:
+            Healed: what is back, and by name what is not. Its text is what `%mesh heal` shows.
+
+        Raises:
+            HealError: a cell runs, or the attempt failed. Living ranks keep what they hold.
+        """
+        return healing.heal(self._session, replay=replay, share=share)
 
     def dashboard(self) -> Any:
         """Return a live dashboard of these ranks with its controls: a widget, for the end of a cell.
@@ -488,8 +400,3 @@ class Mesh:
         """
         self._session.check_attached()
         return running.require_living(self._session, self.ranks, None if ranks is None else self._parse_ranks(ranks))
-
-    def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
-        if isinstance(ranks, str):
-            return parse_selection(self._axes, ranks)
-        return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)

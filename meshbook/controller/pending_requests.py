@@ -47,6 +47,7 @@ class PendingRequests:
             messages.RanksStuck: self._ranks_stuck,
             messages.CommandReply: self._replied,
             messages.MeshReady: self._replied,
+            messages.MeshHealed: self._replied,
             messages.SnapshotReply: self._replied,
         }
 
@@ -124,7 +125,7 @@ class PendingRequests:
         else:
             self._call_output(stuck_notice(report))
 
-    def _replied(self, report: messages.CommandReply | messages.MeshReady | messages.SnapshotReply) -> None:
+    def _replied(self, report: Any) -> None:
         self.resolve(report.call, report)
 
 

@@ -94,8 +94,10 @@ class HostAgent:
         match command:
             case messages.StartRanks():
                 for rank in command.ranks:
-                    ledger.ranks[rank] = RankRecord(rank)
-                self.launcher.start(command)
+                    former = ledger.ranks.get(rank)
+                    started = ledger.ranks[rank] = RankRecord(rank) if former is None else former.successor()
+                    self._sockets.expect(rank, started.incarnation)
+                self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
             case messages.TakeSnapshots():
                 targets = [self._snapshot_target(ledger.ranks[rank], now) for rank in ledger.local(command.ranks)]
                 self._snapshots.collect(command, body, targets)
@@ -262,11 +264,23 @@ class HostAgent:
         self._snapshots.rank_started(rank)
 
     def start_failed(self, reason: str) -> None:
-        """Report a failed start; mark the ranks without a process as exited."""
+        """Report a failed start, and the ranks without a process as exited."""
         self._report(messages.HostFailed(host=self._host, reason=reason))
         for record in self.ledger.living():
             if record.pid is None:
-                record.exit_reason = "was never started"
+                record.exit_reason = f"could not be started: {reason}"
+                exited = messages.RankExited(
+                    rank=record.rank,
+                    pid=0,
+                    exit_code=None,
+                    signal=None,
+                    host=self.hostname,
+                    last_lines=(),
+                    last_collective=None,
+                    cause=record.exit_reason,
+                )
+                self._report(exited)
+                self._carry_out(self.ledger.rank_lost(record.rank, self._loop.clock.monotonic()))
         self._check_all_exited()
 
     def fork_server_exited(self, cause: str) -> None:

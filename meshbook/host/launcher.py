@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -52,17 +52,17 @@ class RankLauncher:
         if self.starter is None:
             self.starter = self._make_fork_starter(with_torch=with_torch, branch_from=branch_from)
 
-    def start(self, command: messages.StartRanks) -> None:
-        """Start the ranks of a command."""
-        spec = command.spec
+    def start(self, command: messages.StartRanks, incarnations: Mapping[int, int]) -> None:
+        """Start the ranks of a command; `incarnations`: how many processes each had before."""
+        spec, host_ranks = command.spec, command.host_ranks
         starter = self._starter_for(spec)
-        threads = spec.threads_per_rank or threads_per_rank(len(command.ranks), num_cores(), cgroup_quota())
+        threads = spec.threads_per_rank or threads_per_rank(len(host_ranks), num_cores(), cgroup_quota())
         try:
-            for local_rank, rank in enumerate(command.ranks):
+            for rank in command.ranks:
                 config = spawn.RankConfig(
                     rank=rank,
-                    local_rank=local_rank,
-                    local_world_size=len(command.ranks),
+                    local_rank=host_ranks.index(rank),
+                    local_world_size=len(host_ranks),
                     world_size=command.world_size,
                     token=self._token,
                     work_address=self._work_address,
@@ -72,6 +72,7 @@ class RankLauncher:
                     blas_threads=None if "OPENBLAS_NUM_THREADS" in {*os.environ, *spec.env} else threads,
                     host_pid=os.getpid(),
                     max_files=user_fd_limit(),
+                    incarnation=incarnations[rank],
                 )
                 starter.start_rank(config, lambda process, rank=rank: self._events.process_started(rank, process))  # type: ignore[misc]
         except OSError as error:
@@ -110,6 +111,9 @@ class RankLauncher:
         )
 
     def _fork_server_exited(self, reason: str) -> None:
+        if self.starter is not None:  # ranks that are to be replaced get a new fork server
+            self.starter.close()
+            self.starter = None
         last_lines = last_lines_of(_read_tail(self._folder / "supervisor.log"), 1)
         self._events.start_failed(": ".join([f"the fork server {reason}", *last_lines]))
         self._events.fork_server_exited(f"ended with the fork server that it was forked from, which {reason}")

@@ -28,6 +28,7 @@ class RankRecord:
     """The host's state of one rank. Times are seconds of the agent's monotonic clock."""
 
     rank: int
+    incarnation: int = 0  # how many processes it had before this one
     pid: int | None = None  # None: its process has not been started
     device: str = "cpu"
     work_ready: bool = False
@@ -47,6 +48,10 @@ class RankRecord:
     pending_notices: list[messages.Notice] = field(default_factory=list)  # shown in the output of the next call
     heartbeat: messages.RankHeartbeat | None = None
     heartbeat_at: float | None = None
+
+    def successor(self) -> RankRecord:
+        """Return the record of a new process of this rank, whose log continues the former one's."""
+        return RankRecord(self.rank, self.incarnation + 1, log=self.log)
 
     def heartbeat_age_s(self, now: float) -> float | None:
         return None if self.heartbeat_at is None else now - self.heartbeat_at

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from meshbook.errors import ProtocolError, VersionMismatch
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, keys, messages, spawn
 from meshbook.wire.loop import Loop, send_frames
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
@@ -48,6 +48,7 @@ class RankSockets:
         self._loop, self._token, self._ranks, self._on_report = loop, token, ranks, on_report
         # peers of our sockets that have shown the token
         self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = set()
+        self._identities: dict[int, bytes] = {}  # of each rank's present process
         self._rejections = RateLimitedLog(log)
         self.addresses = f"ipc://{folder}/h{host}-work.sock", f"ipc://{folder}/h{host}-service.sock"
         self._work, self._service = (self._bind(context, address) for address in self.addresses)
@@ -59,11 +60,17 @@ class RankSockets:
         self._loop.watch_socket(socket, lambda frames: self._on_message(socket, frames))
         return socket
 
+    def expect(self, rank: int, incarnation: int) -> None:
+        """Accept a new process of a rank, and none of its former ones any more."""
+        former = self._identities.get(rank)
+        self._authenticated -= {(self._work, former), (self._service, former)}
+        self._identities[rank] = spawn.rank_identity(rank, incarnation)
+
     def send_work(self, rank: int, body: bytes) -> None:
-        send_frames(self._work, (b"r%d" % rank, codec.PROTOCOL, body))
+        send_frames(self._work, (self._identities[rank], codec.PROTOCOL, body))
 
     def send_service(self, rank: int, body: bytes) -> None:
-        send_frames(self._service, (b"r%d" % rank, codec.PROTOCOL, body))
+        send_frames(self._service, (self._identities[rank], codec.PROTOCOL, body))
 
     def drain(self, num_ranks: int) -> None:
         """Handle the reports of a dead rank that are still in the sockets, before its exit is reported.
@@ -94,7 +101,7 @@ class RankSockets:
         except (ProtocolError, VersionMismatch) as error:
             self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
-        if message.rank not in self._ranks or peer != b"r%d" % message.rank:
+        if message.rank not in self._ranks or peer != self._identities.get(message.rank):
             self._rejections.warning("a report from %r speaks for rank %s, and was refused", peer[:16], message.rank)
             return
         if isinstance(message, messages.RankReady):

@@ -24,7 +24,7 @@ from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_tabl
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.kernel.history import show_history
+from meshbook.kernel.history import show_history, show_logs
 from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
@@ -33,8 +33,6 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_axes, parse_selection
 from meshbook.wire import keys
 
-_LOG_BYTES_ONE_RANK = 1 << 16
-_LOG_BYTES_PER_RANK = 1 << 12
 _MAX_NAMES_LISTED = 20
 
 
@@ -176,16 +174,6 @@ def _actors(notebook: Notebook, options: argparse.Namespace) -> Table:
     return all_actors(living_mesh(notebook))
 
 
-def _logs(notebook: Notebook, options: argparse.Namespace) -> None:
-    mesh = mesh_named(notebook)
-    ranks = mesh.ranks if options.rank is None else (options.rank,)
-    for rank in ranks:
-        text = mesh.logs(rank, _LOG_BYTES_ONE_RANK if len(ranks) == 1 else _LOG_BYTES_PER_RANK)
-        if len(ranks) > 1:
-            print(f"---- rank {rank}")
-        print(text.rstrip("\n") if text else f"(rank {rank} has printed nothing)")
-
-
 def _show(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = notebook.meshes.get_mesh(None)
     notebook.front_end.show_omitted(_selected(mesh, options))
@@ -206,6 +194,10 @@ def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
     ranks = _selected(mesh, options)
     mesh.kill(ranks)
     print(f"Killed {name_ranks(ranks)}.")
+
+
+def _heal(notebook: Notebook, options: argparse.Namespace) -> None:
+    print(mesh_named(notebook).heal(replay=not options.no_replay, share=not options.no_share))
 
 
 # ---- values
@@ -458,7 +450,7 @@ COMMANDS = {
     "logs": MagicCommand(
         "%mesh logs [RANK]",
         "What a rank last printed, also a dead one.",
-        _logs,
+        lambda notebook, options: show_logs(mesh_named(notebook), options.rank),
         (_argument("rank", nargs="?", type=int),),
     ),
     "show": MagicCommand(
@@ -469,6 +461,15 @@ COMMANDS = {
     ),
     "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
     "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
+    "heal": MagicCommand(
+        "%mesh heal [--no-replay] [--no-share]",
+        "Fresh processes in place of dead ranks; the others keep what they hold.",
+        _heal,
+        (_argument("--no-replay", action="store_true"), _argument("--no-share", action="store_true")),
+        "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
+        "equally. --no-replay: run no cells. --no-share: copy nothing.",
+        complete=lambda notebook: ("--no-replay", "--no-share"),
+    ),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
         "Copy variables from here to every rank.",

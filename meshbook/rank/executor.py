@@ -21,6 +21,7 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.cells import tracebacks
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.healing.replay import replay_cells
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
@@ -62,6 +63,8 @@ class Executor:
             messages.SetNames: self._set_names,
             messages.DeleteNames: self._delete_names,
             messages.FormGroups: self._form_groups,
+            messages.ReplayCells: self._replay_cells,
+            messages.ShareState: self._share_state,
         }
 
     # ---- the loop
@@ -203,6 +206,23 @@ class Executor:
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
         return Outcome(status="ok", reply={"backend": backend})
+
+    def _replay_cells(self, command: messages.ReplayCells) -> Outcome:
+        return Outcome(status="ok", reply=replay_cells(command, self._runner, self._groups.solo))
+
+    def _share_state(self, command: messages.ShareState) -> Outcome:
+        from meshbook.rank.healing.sharing import share_state  # imports torch, which a mesh may not have
+
+        groups = self._groups.process_groups
+        assert groups is not None  # ranks without groups are not asked
+        share = lambda: share_state(command, self._rank, self._shell.user_ns, self._shell.user_names(), groups)  # noqa: E731
+        shared = self._runner.call(share)
+        if shared.status != "ok":
+            return Outcome(status=shared.status, error=shared.error)
+        bound = tuple(shared.result["restored"])
+        return Outcome(
+            status="ok", reply=shared.result, bound_names=tuple(name for name in bound if name.isidentifier())
+        )
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)

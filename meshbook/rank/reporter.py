@@ -19,7 +19,7 @@ class Reporter:
         self._config, self._output = config, output
         self._lock = threading.Lock()
         self._seq = 0
-        self.work_socket = connect_to_host(context, config.work_address, config.rank)
+        self.work_socket = connect_to_host(context, config.work_address, config)
         self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
         self.may_have_sent = False  # set as soon as a report may have left, also if sending it raises
 
@@ -48,10 +48,12 @@ class Reporter:
             return len(body)
 
 
-def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
+def connect_to_host(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, config: spawn.RankConfig
+) -> zmq.Socket[bytes]:
     """Return a rank's DEALER socket to one of its host's sockets."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, b"r%d" % rank)
+    socket.setsockopt(zmq.IDENTITY, spawn.rank_identity(config.rank, config.incarnation))
     keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
     socket.connect(address)
     return socket

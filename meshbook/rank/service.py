@@ -100,7 +100,7 @@ class Service:
     def _run(self, ready: messages.RankReady) -> None:
         # Signals belong to the main thread: one delivered here would reach it late and indirectly.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self._socket = connect_to_host(self._context, self._config.service_address, self._config.rank)
+        self._socket = connect_to_host(self._context, self._config.service_address, self._config)
         self._send(ready)
         self._loop.watch_socket(self._socket, self._on_command)
         for fd in self._output.poll_fds():

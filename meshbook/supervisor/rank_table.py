@@ -63,6 +63,12 @@ class RankTable:
         self._exited[report.rank] = report
         return True
 
+    def restarting(self, ranks: Iterable[int]) -> None:
+        """Record that new processes start in the place of ranks that have exited."""
+        for rank in ranks:
+            del self._exited[rank]
+            self._infos[rank] = RankInfo(rank=rank, state="starting", host=self._infos[rank].host)
+
     # ---- queries
 
     def __len__(self) -> int:

@@ -35,6 +35,7 @@ class CallScheduler:
 
     Attributes:
         ends_on_error: ranks that wait in a collective for a rank that has left the call get an error.
+        is_held: clients' calls wait, because ranks are being replaced.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class CallScheduler:
         self._monitoring, self._mesh_changed = monitoring, mesh_changed
         self._positions = PositionQueries(ranks, calls, groups)
         self.ends_on_error = True
+        self.is_held = False
 
     # ---- sending
 
@@ -96,6 +98,8 @@ class CallScheduler:
         of it is in transit. A call to a rank that has not returned waits for that rank. If the groups are broken, a
         call also waits for earlier calls on its ranks, because the groups are re-formed when those have ended.
         """
+        if self.is_held:
+            return True
         if len(self._calls) == 1:  # only this one, as most often
             return self._positions.is_comparing
         exited = self._ranks.exited
@@ -126,10 +130,19 @@ class CallScheduler:
         self._calls.open(command.call, command.ranks, now, on_end, label="forming process groups")
         return [SendToHosts(self._ranks.hosts, command)]
 
+    def busy_cells(self) -> list[ActiveCall]:
+        """Return the calls that ranks work on, oldest first."""
+        return [call for call in self._calls if call.is_main_thread and call.is_sent]
+
+    def run_own_call(self, command: Any, now: float, on_end: Continuation, label: str) -> list[Effect]:
+        """Send a command of the supervisor's own to ranks' main threads."""
+        self._calls.open(command.call, command.ranks, now, on_end, label=label)
+        return [self._ranks.send(command.ranks, command)]
+
     def _reform_groups(self, now: float) -> list[Effect]:
         """Re-form broken process groups once no rank runs anything. A lost rank must be replaced first."""
         busy = any(call.is_main_thread and call.is_sent for call in self._calls)
-        is_impossible = bool(self._ranks.exited) or self._calls.is_stopping
+        is_impossible = bool(self._ranks.exited) or self._calls.is_stopping or self.is_held
         if self._groups.status != "broken" or self._groups.has_failed or busy or is_impossible:
             return []
         return self.form_groups(now, self._groups_reformed)

@@ -53,7 +53,8 @@ class MeshStartup:
         assert self.spec is not None
         self._hosts_ready.add(host)
         self._ranks.host_ready(host, report.hostname)
-        command = messages.StartRanks(spec=self.spec, ranks=self._ranks.on_host(host), world_size=len(self._ranks))
+        ranks = self._ranks.on_host(host)
+        command = messages.StartRanks(spec=self.spec, ranks=ranks, world_size=len(self._ranks), host_ranks=ranks)
         is_last = self._hosts_ready.issuperset(self._ranks.hosts)
         forming = self._scheduler.form_groups(now, self._groups_formed) if is_last else []
         return [SendToHosts((host,), command), *forming]

@@ -19,6 +19,7 @@ from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
 from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
@@ -53,6 +54,7 @@ class MeshState:
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
+        self._healing = Healing(self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.info)
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -60,6 +62,7 @@ class MeshState:
             messages.InputReply: self._reply_input,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
+            messages.HealMesh: lambda client, command, _, now: self._healing.begin(client.id, command, now),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
@@ -78,7 +81,10 @@ class MeshState:
             messages.CallOutput: self._calls.output_received,
             messages.CallProgressed: lambda host, report, now: self._scheduler.progressed(report, now),
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
-            messages.CallFinished: self._scheduler.part_received,
+            messages.CallFinished: lambda host, report, now: [
+                *self._scheduler.part_received(host, report, now),
+                *self._healing.call_ended(now),
+            ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
@@ -123,6 +129,7 @@ class MeshState:
         """Handle the loss of a host and all its ranks."""
         if self._startup.is_pending:
             return self._startup.fail(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
+        self._healing.lost_hosts[host] = reason
         effects: list[Effect] = []
         for info in [self._ranks.info(rank) for rank in self._ranks.on_host(host) if rank not in self._ranks.exited]:
             exited = messages.RankExited(
@@ -151,7 +158,7 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case _:
-                effects = self._calls.timer_fired(kind, argument, now)
+                effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
         return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:

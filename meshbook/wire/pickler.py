@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.storage import UntypedStorage
 
 PersistentKey = Callable[[object], "str | None"]  # returns the key of an object that the other side has, else None
+Reduce = Callable[[Any], Any]  # returns how an object is pickled, as `__reduce__` does; NotImplemented: as usual
 
 
 class LimitExceeded(Exception):
@@ -80,9 +81,10 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         persistent: PersistentKey | None,
         *,
         limit: int | None = None,
+        reduce: Reduce | None = None,
     ) -> None:
         super().__init__(writer, protocol=5, buffer_callback=buffer_callback)
-        self._persistent = persistent
+        self._persistent, self._reduce = persistent, reduce
         self._limit = limit
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type: Any = getattr(self._torch, "Tensor", None) or ()
@@ -95,6 +97,8 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         """Reduce `obj`. pickle calls this for everything except plain containers, numbers and strings."""
         if self._persistent is not None and (key := self._persistent(obj)) is not None:
             return resolve_unknown, (key,)
+        if self._reduce is not None and (reduced := self._reduce(obj)) is not NotImplemented:
+            return reduced
         if isinstance(obj, self._tensor_type):
             return self._reduce_tensor(obj)
         if isinstance(obj, self._storage_type):  # as a tensor, so that it stays shared with the tensors that use it

@@ -31,7 +31,14 @@ from meshbook.errors import TransferError
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.codec import MAX_MESSAGE_BYTES
 from meshbook.wire.messages import InlineBuffer, Payload, SharedBuffer
-from meshbook.wire.pickler import LimitExceeded, PayloadPickler, PersistentKey, PickleWriter, dump_tensor_table
+from meshbook.wire.pickler import (
+    LimitExceeded,
+    PayloadPickler,
+    PersistentKey,
+    PickleWriter,
+    Reduce,
+    dump_tensor_table,
+)
 from meshbook.wire.unpicklable import describe_unpicklable, format_error, type_name
 from meshbook.wire.unpickler import PayloadUnpickler, ResolveKey, SplicedStream, TensorTableReader
 
@@ -49,6 +56,7 @@ def dump(
     readers: int | Collection[int] = 1,
     inline_threshold: int = INLINE_THRESHOLD,
     persistent: PersistentKey | None = None,
+    reduce: Reduce | None = None,
     name: str | Sequence[str] = "value",
 ) -> Payload:
     """Pickle `obj`. Blocks while buffers are copied into shared memory.
@@ -57,6 +65,7 @@ def dump(
         pool: receives the buffers of at least `inline_threshold` bytes; None sends them in the message.
         readers: see `SegmentPool.write`.
         persistent: called for every object except plain containers, numbers and strings.
+        reduce: the same, for those without a key.
         name: what an error calls the object; if the object is a tuple of values, one name per element.
 
     Raises:
@@ -72,7 +81,7 @@ def dump(
         out_of_band.append(buffer)
         return False
 
-    pickler = PayloadPickler(writer, take_out, persistent)
+    pickler = PayloadPickler(writer, take_out, persistent, reduce=reduce)
     try:
         pickler.dump(obj)
         tensor_bytes = pickler.tensors.extract_storages() if pickler.tensors else []

@@ -27,6 +27,15 @@ class RankConfig(Struct, frozen=True):
     blas_threads: int | None = None  # for NumPy's; None: as the user's environment says
     host_pid: int = 0  # of the agent; its child processes may inspect this rank from outside
     max_files: int | None = None  # soft limit on open files; None: the inherited one
+    incarnation: int = 0  # how many processes this rank has had before
+
+
+def rank_identity(rank: int, incarnation: int) -> bytes:
+    """Return the zmq identity of a rank's sockets.
+
+    A new process of a rank has another one: a socket ignores a peer with an identity that it believes to be in use.
+    """
+    return b"r%d" % rank if not incarnation else b"r%d.%d" % (rank, incarnation)
 
 
 class ForkRank(Struct, tag=True, frozen=True):

@@ -36,7 +36,7 @@ class HostDriver:
         self.agent = HostAgent(self.loop, self._context, self._folder, "token", 0, self.reports.append)
         self.ranks = tuple(range(size))
         spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
-        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size)  # type: ignore[arg-type]
+        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size, host_ranks=self.ranks)  # type: ignore[arg-type]
         self.send(start)
         self._generation = 0
         self._store = StoreServer(self.loop, self._context, f"ipc://{self._folder}/store.sock", "token")

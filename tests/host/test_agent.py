@@ -23,6 +23,8 @@ class Bench:
         self.agent = HostAgent(self.loop, self.context, folder, "token", 0, self.reports.append)
         self.ranks = [RankRecord(rank) for rank in range(2)]
         self.agent.ledger.ranks.update(enumerate(self.ranks))
+        for rank in range(2):
+            self.agent._sockets.expect(rank, incarnation=0)
         self.folder = folder
 
     def knock(self, identity: bytes, *words: Any) -> None:

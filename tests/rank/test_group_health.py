@@ -12,7 +12,9 @@ from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
 from meshbook.rank.process_groups.group_health import GroupHealth
 from meshbook.rank.process_groups.group_reports import (
     GroupReport,
+    GroupSpec,
     common_group_count,
+    groups_of_others,
     have_same_buckets,
     ranks_by_name,
 )
@@ -169,13 +171,17 @@ def test_a_signal_while_a_collective_is_recorded_makes_the_count_doubtful() -> N
     assert health.ring.running() == ()
 
 
-def test_torch_counts_groups_alike_on_all_ranks_unless_a_process_is_new() -> None:
+def test_torch_counts_groups_alike_on_all_ranks_unless_all_processes_are_new() -> None:
     assert common_group_count([GroupReport((), 3), GroupReport((), 5)]) == 5
-    assert common_group_count([GroupReport((), 3), GroupReport()]) is None
+    assert common_group_count([GroupReport((), 3), GroupReport()]) == 3
+    assert common_group_count([GroupReport(), GroupReport()]) is None
 
 
 def test_reports_say_which_ranks_have_a_group_and_whether_buckets_are_the_same() -> None:
-    reports = [GroupReport(("a", "b"), 2, 1), GroupReport(("b",), 2, 1), GroupReport((), None, 0)]
+    a, b = (GroupSpec(name, (0, 1, 2), {"cpu": "gloo"}, 60.0) for name in ("a", "b"))
+    reports = [GroupReport((a, b), 2, 1), GroupReport((b,), 2, 1), GroupReport((), None, 0)]
     assert ranks_by_name(reports) == {"a": {0}, "b": {0, 1}}
+    assert [group.name for group in groups_of_others(reports, 1)] == ["a"]
+    assert [group.name for group in groups_of_others(reports, 2)] == ["a", "b"]
     assert not have_same_buckets(reports)
     assert have_same_buckets(reports[:2])

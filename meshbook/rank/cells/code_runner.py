@@ -10,6 +10,7 @@ IPython itself starts (`%run`, `%rerun`, extensions) uses the inherited path.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import sys
 from collections.abc import Callable, Coroutine
@@ -21,7 +22,7 @@ import IPython.core.display_functions
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
 from meshbook.rank.cells import tracebacks
-from meshbook.rank.cells.compiler import CellCompiler, has_top_level_await
+from meshbook.rank.cells.compiler import CellCompiler, SelectStatements, has_top_level_await
 from meshbook.rank.cells.namespace import NamespaceTracker
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
@@ -71,10 +72,13 @@ class CodeRunner:
         """The coroutine that the cells' event loop runs; None when it runs none."""
         return self._shell.event_loop.awaited_coroutine
 
-    def run(self, cell: RunCell) -> CellRun:
+    def run(self, cell: RunCell, *, select: SelectStatements | None = None) -> CellRun:
         """Run a cell. Blocks until it ends; raises nothing.
 
         A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and continues.
+
+        Args:
+            select: returns those of the cell's statements that are to be run; None: all.
         """
         self._last_call_id, self._num_displays = cell.call, 0
         self.allow_input = cell.allow_input
@@ -84,12 +88,19 @@ class CodeRunner:
         self._gate.begin()
         try:
             with self._output.muted() if cell.silent else contextlib.nullcontext():
-                run, codes = self._run_source(cell)
+                run, codes = self._run_source(cell, select)
         finally:
             self._gate.end()
             self.allow_input = False
         run.bound, run.unbound = self._namespace_tracker.pop_changes(codes)
         return run
+
+    def has_statements(self, source: str, select: SelectStatements) -> bool:
+        """Whether some of a cell's statements are selected. A cell that cannot be read has none."""
+        try:
+            return bool(select(ast.parse(self._compiler.transform(source)).body))
+        except (SyntaxError, ValueError, RecursionError):
+            return False
 
     def call(self, function: Callable[[], Any]) -> CellRun:
         """Call a user function as a cell is run: interruptible, with its exception and its value in the result."""
@@ -145,7 +156,7 @@ class CodeRunner:
 
     # ---- cells
 
-    def _run_source(self, cell: RunCell) -> tuple[CellRun, list[CodeType]]:
+    def _run_source(self, cell: RunCell, select: SelectStatements | None) -> tuple[CellRun, list[CodeType]]:
         source = cell.source
         if not source or source.isspace():
             return CellRun("ok"), []
@@ -164,7 +175,7 @@ class CodeRunner:
                 if stores_history:
                     shell.history_manager.store_inputs(number, text, source)
                 hook.begin_cell(number, text, silent=cell.silent)
-                codes += self._compiler.compile(text, name, silent=cell.silent)
+                codes += self._compiler.compile(text, name, silent=cell.silent, select=select)
                 self.running_file = name
                 self._armed(lambda: self._execute(codes, None if cell.silent else info))
             finally:

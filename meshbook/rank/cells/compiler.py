@@ -12,12 +12,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Final
 
 from IPython.core.autocall import IPyAutocall
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.macro import Macro
+
+# Returns some of a cell's statements.
+SelectStatements = Callable[[list[ast.stmt]], list[ast.stmt]]
 
 # Text that IPython's input transformations may change: magics, shell commands, help, pasted prompts, quoting calls, an
 # indented first line. The pattern matches a superset, so a false match costs only time. Text without a match is already
@@ -62,10 +66,16 @@ class CellCompiler:
             compiler.get_code_name = get_name
         return name
 
-    def compile(self, text: str, name: str, *, silent: bool) -> list[CodeType]:
-        """Return the code of a cell: what is executed, then what is displayed."""
+    def compile(self, text: str, name: str, *, silent: bool, select: SelectStatements | None = None) -> list[CodeType]:
+        """Return the code of a cell: what is executed, then what is displayed.
+
+        Args:
+            select: returns those of the cell's statements that are wanted; None: all.
+        """
         shell = self._shell
         tree = shell.compile.ast_parse(text, filename=name)
+        if select is not None:
+            tree.body = select(tree.body)
         if shell.ast_transformers:
             tree = shell.transform_ast(tree)
         executed, shown = _split_statements(tree.body, "none" if silent else shell.ast_node_interactivity)

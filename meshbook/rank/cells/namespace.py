@@ -79,19 +79,19 @@ class NamespaceTracker:
                 if name not in stored_names:
                     continue
             fingerprints[name] = _fingerprint(value)
-            if _is_user_name(name):
+            if is_user_name(name):
                 bound.append(name)
         unbound: list[str] = []
         if len(fingerprints) != len(items):
             for name in fingerprints.keys() - dict(items).keys():
                 del fingerprints[name]
-                if _is_user_name(name):
+                if is_user_name(name):
                     unbound.append(name)
             unbound.sort()
         return bound, unbound
 
 
-def _is_user_name(name: object) -> bool:
+def is_user_name(name: object) -> bool:
     return isinstance(name, str) and name[:1] != "_" and name not in ("In", "Out")
 
 

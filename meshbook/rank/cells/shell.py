@@ -36,6 +36,7 @@ from traitlets.config import Config
 from meshbook.rank.cells import shell_commands, tracebacks
 from meshbook.rank.cells.displays import RankDisplayHook, RankDisplayPublisher
 from meshbook.rank.cells.event_loop import CellEventLoop
+from meshbook.rank.cells.namespace import is_user_name
 from meshbook.rank.cells.no_terminal import Exiter, TerminalReplacement
 from meshbook.rank.cells.shell_storage import InMemoryProfileDir, MemoryStore, RankHistory, without_database
 from meshbook.rank.interrupt import InterruptGate
@@ -160,6 +161,15 @@ class RankShell(InteractiveShell):
         """Bind the names that exist from the start: `%who` does not list them, and no cell reports them as bound."""
         self._preset_names.update(names)
         self.push(names, interactive=False)
+
+    def user_names(self) -> list[str]:
+        """Return the names in the namespace that user code has bound."""
+        hidden, missing = self.user_ns_hidden, object()
+        return [
+            name
+            for name, value in list(self.user_ns.items())
+            if is_user_name(name) and hidden.get(name, missing) is not value
+        ]
 
     def restore_namespace(self) -> None:
         """Bind the shell's and the rank's own names again if a cell has cleared its globals()."""

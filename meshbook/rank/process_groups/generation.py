@@ -100,6 +100,13 @@ class Generation:
         assert self.store is not None  # a generation has begun
         return PrefixStore(f"e{self.number}/{path}" if path else f"e{self.number}", self.store)
 
+    def exchange(self, topic: str, data: bytes, rank: int, world_size: int) -> list[bytes]:
+        """Return what each rank passes to this, by rank. Blocks until all have called it; `abort` ends the wait."""
+        with self.rendezvous():
+            store = self.prefix_store(topic)
+            store.set(str(rank), data)  # type: ignore[arg-type]  # torch's stubs know strings alone
+            return [bytes(found) for found in store.multi_get([str(peer) for peer in range(world_size)])]
+
     def limit_waits(self, timeout_s: float) -> None:
         """Set the timeout of the store's waits."""
         assert self.store is not None

@@ -3,50 +3,84 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
+from meshbook.ids import Ranks
+
+
+class GroupSpec(NamedTuple):
+    """A group that the user made.
+
+    Attributes:
+        ranks: global ranks of its members.
+        backends: the backend of each device type.
+        timeout_s: of its collectives.
+    """
+
+    name: str
+    ranks: Ranks
+    backends: dict[str, str]
+    timeout_s: float
 
 
 class GroupReport(NamedTuple):
     """One rank's report.
 
     Attributes:
-        names: of the groups that the user made there.
+        groups: those that the user made there, in order.
         num_groups_created: how many groups torch has named there; None in a new process, which has yet to make the
             user's groups under the names that they have elsewhere.
         num_rebucketed: how many DDP models have other buckets than at the beginning.
     """
 
-    names: Sequence[str] = ()
+    groups: Sequence[GroupSpec] = ()
     num_groups_created: int | None = None
     num_rebucketed: int = 0
 
 
-def exchange_reports(store: Store, rank: int, world_size: int, report: GroupReport) -> list[GroupReport]:
-    """Return the reports of all ranks, by rank. Blocks until all have reported."""
-    store.set(str(rank), json.dumps(report))
-    return [GroupReport(*json.loads(text)) for text in store.multi_get([str(peer) for peer in range(world_size)])]
+def exchange_reports(exchange: Callable[[bytes], list[bytes]], report: GroupReport) -> list[GroupReport]:
+    """Return the reports of all ranks, by rank. Blocks until all have reported.
+
+    Args:
+        exchange: returns what each rank passes to it, by rank.
+    """
+    found = []
+    for text in exchange(json.dumps(report).encode()):
+        groups, *counts = json.loads(text)
+        specs = [GroupSpec(name, tuple(ranks), backends, timeout_s) for name, ranks, backends, timeout_s in groups]
+        found.append(GroupReport(specs, *counts))
+    return found
 
 
 def ranks_by_name(reports: Sequence[GroupReport]) -> dict[str, set[int]]:
     """Return which ranks have each group."""
     found: dict[str, set[int]] = {}
     for rank, report in enumerate(reports):
-        for name in report.names:
-            found.setdefault(name, set()).add(rank)
+        for group in report.groups:
+            found.setdefault(group.name, set()).add(rank)
     return found
 
 
+def groups_of_others(reports: Sequence[GroupReport], rank: int) -> list[GroupSpec]:
+    """Return the groups that this rank is a member of and does not have, in the order in which they were made."""
+    own = {group.name for group in reports[rank].groups}
+    found = {group.name: group for report in reports for group in report.groups if rank in group.ranks}
+    return [found[name] for name in sorted(found.keys() - own, key=_creation_order)]
+
+
+def _creation_order(name: str) -> tuple[int, str]:
+    return (int(name) if name.isdecimal() else sys.maxsize, name)  # torch names most groups by number
+
+
 def common_group_count(reports: Sequence[GroupReport]) -> int | None:
-    """Return the number of groups that torch is to count on all ranks; None if a process is new.
+    """Return the number of groups that torch is to count on all ranks; None if all processes are new.
 
     Where only some ranks made a group, the next one would otherwise have different names, and all ranks would wait for
     each other forever.
     """
-    counts = [report.num_groups_created for report in reports if report.num_groups_created is not None]
-    return max(counts) if len(counts) == len(reports) else None
+    return max((report.num_groups_created for report in reports if report.num_groups_created is not None), default=None)
 
 
 def have_same_buckets(reports: Sequence[GroupReport]) -> bool:

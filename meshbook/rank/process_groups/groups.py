@@ -33,6 +33,7 @@ from meshbook.rank.process_groups.generation import Generation
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.group_reports import (
     GroupReport,
+    GroupSpec,
     common_group_count,
     exchange_reports,
     have_same_buckets,
@@ -41,6 +42,7 @@ from meshbook.rank.process_groups.group_reports import (
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
+from meshbook.rank.process_groups.solo import SoloGroups
 from meshbook.rank.process_groups.torch_patches import TorchPatches, c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -57,6 +59,11 @@ class _MeshLayout:
     device: torch.device
     axes: tuple[tuple[str, int], ...]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The rank, and the world's size."""
+        return self.rank, self.world_size
+
 
 class ProcessGroups:
     """All process groups of this process. One per rank.
@@ -68,6 +75,7 @@ class ProcessGroups:
         observers: further receivers of each collective; append and remove between collectives.
         table: the groups by name.
         connector: connects them.
+        solo: runs code of this process without the other ranks.
         mesh: the DeviceMesh of all ranks; None before the first generation.
     """
 
@@ -84,7 +92,12 @@ class ProcessGroups:
         self._generation = Generation()
         self._aborts = BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
-        self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure)
+        self.solo = SoloGroups(self.table)
+        self._patches = TorchPatches(
+            self._create_group,
+            lambda: self._generation.abort_failure,
+            self.solo.name_for,
+        )
         self._layout: _MeshLayout | None = None
         self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
         # other groups at the start of this generation, and the ranks that had them
@@ -233,6 +246,11 @@ class ProcessGroups:
         assert self.mesh is not None
         return self.mesh
 
+    def exchange(self, topic: str, data: bytes) -> list[bytes]:
+        """Return what each rank passes to this, by rank. Blocks until all have called it; `abort` ends the wait."""
+        assert self._layout is not None  # the groups are formed
+        return self._generation.exchange(topic, data, *self._layout.place)
+
     def close(self) -> None:
         """Leave all groups without waiting for other ranks. torch.distributed is then as before `form`."""
         self._destroy_world()
@@ -257,7 +275,8 @@ class ProcessGroups:
         names, sizes = zip(*layout.axes, strict=True)
         self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
         self._mesh_group_names = self.table.names
-        self._exchange_reports(layout, GroupReport())
+        reports = self._exchange_reports(layout, GroupReport())
+        self.solo.others_reported(reports, layout.rank)
 
     def _reform(self, layout: _MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
@@ -273,7 +292,8 @@ class ProcessGroups:
         c10d._world.pg_coalesce_state.clear()  # a leftover entry would make every later coalesced call fail
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
-        report = GroupReport(user_groups, c10d._world.group_count, num_rebucketed_models())
+        specs = [_spec_of(self.table[name]) for name in user_groups]
+        report = GroupReport(specs, c10d._world.group_count, num_rebucketed_models())
         reports = self._exchange_reports(layout, report)
         for name in user_groups:
             group = self.table[name]
@@ -283,13 +303,11 @@ class ProcessGroups:
 
     def _exchange_reports(self, layout: _MeshLayout, report: GroupReport) -> list[GroupReport]:
         """Learn which ranks have which user groups, and equalise the numbers that torch names groups by."""
-        with self._generation.rendezvous():
-            store = self._generation.prefix_store("held")
-            reports = exchange_reports(store, layout.rank, layout.world_size, report)
+        reports = exchange_reports(lambda data: self._generation.exchange("held", data, *layout.place), report)
         self._user_group_ranks = ranks_by_name(reports)
-        count = common_group_count(reports)
-        if count is not None:
-            c10d._world.group_count = count
+        self.solo.group_count = common_group_count(reports)
+        if report.num_groups_created is not None:
+            c10d._world.group_count = self.solo.group_count
         return reports
 
     def _abort_all(self, reason: str) -> None:
@@ -350,13 +368,19 @@ class ProcessGroups:
         label = GroupLabel(name, ranks)
         group = WatchedGroup(self, label, rank, store=store, backends=backends, timeout=timeout, options=options)
         self.table.add(group)  # before connecting, so that `abort` finds it
-        if not self._user_group_ranks.get(name, set()).intersection(label.ranks):
+        if self.solo.is_active:
+            self.solo.connect(group)
+        elif not self._user_group_ranks.get(name, set()).intersection(label.ranks):
             try:
                 self.connect(group)
             except BaseException:
                 self.table.remove(group)
                 raise
         return group
+
+
+def _spec_of(group: WatchedGroup) -> GroupSpec:
+    return GroupSpec(group.label.name, group.label.ranks, group.backends, group.timeout.total_seconds())
 
 
 def _check_axes(axes: Mapping[str, int], world_size: int) -> None:

@@ -60,6 +60,16 @@ def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
             _reset_fsdp(model)
 
 
+def rebuild_buckets_in_order() -> None:
+    """Have the next step of every DDP model begin with buckets in the order of the parameters.
+
+    The models of a new process do what `reset_interrupted_steps` has had those of the other ranks do.
+    """
+    for model in _iter_models():
+        if isinstance(model, DistributedDataParallel) and (reducer := model.__dict__.get("reducer")) is not None:
+            reducer._push_all_rebuilt_params()
+
+
 def _iter_models() -> Iterator[Any]:
     """Yield all DDP models, and the FSDP2 models and their submodules."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported only if user code uses it

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -109,6 +110,17 @@ class RankGroups:
             axes=config.spec.axes,
         )
         return names, dist.get_backend()
+
+    @contextlib.contextmanager
+    def solo(self) -> Iterator[None]:
+        """Have collectives return at once, without the other ranks; at the end, make the groups that they have."""
+        groups = self._groups
+        if groups is None:
+            yield
+            return
+        with groups.solo.active(groups.generation or 0):
+            yield
+            groups.solo.make_missing()
 
     def call_began(self, call: CallId, label: str, now: float) -> None:
         self._carry_out(self._state.began(call, label, now=now, last_seq=self._last_seq()))

@@ -7,7 +7,7 @@ treat a `WatchedGroup` differently from torch's own groups, or lose the type of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -53,13 +53,19 @@ class TorchPatches:
         is_backward_incomplete: a backward pass did not complete since this was last set to False.
     """
 
-    def __init__(self, create_group: GroupFactory, abort_failure: Callable[[], GroupFailure | None]) -> None:
+    def __init__(
+        self,
+        create_group: GroupFactory,
+        abort_failure: Callable[[], GroupFailure | None],
+        name_for: Callable[[Sequence[int]], str | None],
+    ) -> None:
         """
         Args:
             abort_failure: returns what all groups were aborted with since they were formed.
+            name_for: returns the name that a new group of these global ranks gets; None: torch's.
         """
         self.is_backward_incomplete = False
-        self._create_group, self._abort_failure = create_group, abort_failure
+        self._create_group, self._abort_failure, self._name_for = create_group, abort_failure, name_for
         self._requested_backends: dict[str, str] = {}  # of the group being created
         self._originals: list[tuple[Any, str, Any]] = []  # module, name, original function
 
@@ -106,6 +112,8 @@ class TorchPatches:
             return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: cannot be aborted here
         if "nccl" in kinds.values():
             kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; supporting them does no harm
+        if (name := self._name_for(call.arguments["global_ranks_in_group"])) is not None:
+            call.arguments["group_name"] = name
         call.arguments["backend"] = _BACKEND_NAME
         # With a bound device torch would split NCCL communicators off the default group's, which ties their lifetimes
         # together. Separate communicators can be aborted and replaced one by one.

@@ -143,6 +143,11 @@ class WatchedGroup(ProcessGroup):
         self._coalescing = None
         self.health.reset()
 
+    def replace_inner(self, inner: Any) -> None:
+        """Have collectives go to another process group; None: to one that is connected when it is first used."""
+        self._inner = inner
+        self._coalescing = None
+
     # ---- NCCL: its waits only order streams, so no wait is sliced; what is stuck is stuck on the device
 
     def _uses_nccl(self, op: str, tensors: Sequence[torch.Tensor], options: Any) -> bool:

@@ -43,6 +43,7 @@ ClientCommand = (
     | Interrupt
     | InputReply
     | KillRanks
+    | HealMesh
     | QueryStatus
     | QueryLogs
     | QueryHistory
@@ -60,6 +61,8 @@ ClientCommand = (
 HostCommand = (
     StartRanks
     | FormGroups
+    | ReplayCells
+    | ShareState
     | RunCell
     | RunOps
     | CallFunction
@@ -86,6 +89,8 @@ HostCommand = (
 )
 RankCommand = (
     FormGroups
+    | ReplayCells
+    | ShareState
     | RunCell
     | RunOps
     | CallFunction
@@ -135,6 +140,7 @@ HostReport = (
 SupervisorReport = (
     Welcome
     | MeshReady
+    | MeshHealed
     | MeshChanged
     | MeshStopped
     | CallOutput
@@ -152,5 +158,15 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 
 
 # Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
-MAIN_THREAD_COMMANDS = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
+MAIN_THREAD_COMMANDS = (
+    FormGroups,
+    ReplayCells,
+    ShareState,
+    RunCell,
+    RunOps,
+    CallFunction,
+    Evaluate,
+    SetNames,
+    DeleteNames,
+)
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors)

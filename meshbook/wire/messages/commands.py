@@ -142,6 +142,14 @@ class KillRanks(Message):
     signal: int = 9
 
 
+class HealMesh(Message):
+    """Start new processes in the place of ranks that have exited; the others keep all they have."""
+
+    call: CallId
+    replay: bool = True  # run the setup cells, and the imports and definitions of other cells, on the new ranks
+    share: bool = True  # copy what the other ranks hold equally
+
+
 class QueryStatus(Message):
     call: CallId
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.mesh import MeshSpec, RankPosition
 from meshbook.wire.messages.payloads import Message
@@ -10,11 +12,12 @@ from meshbook.wire.messages.payloads import Message
 
 
 class StartRanks(Message):
-    """To a host: start and own these ranks of the mesh."""
+    """To a host: start and own these ranks of the mesh. A rank whose process has ended gets a new one."""
 
     spec: MeshSpec
     ranks: Ranks
     world_size: int
+    host_ranks: Ranks  # all ranks of this host, these among them
 
 
 class FormGroups(Message):
@@ -24,6 +27,39 @@ class FormGroups(Message):
     ranks: Ranks
     generation: int
     store_address: str  # of the mesh's store
+
+
+class CellToReplay(Struct, frozen=True, gc=False):
+    """A cell that ran before a rank was replaced."""
+
+    source: str
+    number: int | None
+    label: str  # "cell 7"
+    setup: bool  # run it whole; else only its imports, functions and classes
+
+
+class ReplayCells(Message):
+    """To new ranks, after their groups are formed: run these cells, in this order, without the other ranks.
+
+    Collectives that they begin return at once, with this rank's own values. The reply is `{"ran": [labels], "defined":
+    number of cells, "failed": [[label, "NameError: ..."]]}`.
+    """
+
+    call: CallId
+    ranks: Ranks
+    cells: tuple[CellToReplay, ...]
+
+
+class ShareState(Message):
+    """To all ranks: give the new ones what the others hold, as far as it is known to be equal.
+
+    The reply of a new rank is `{"restored": {name: [source rank, why]}, "missing": {name: why}}`.
+    """
+
+    call: CallId
+    ranks: Ranks
+    new_ranks: Ranks
+    rank_dependent: tuple[str, ...] = ()  # names that cells compute from the rank: `is_main = rank == 0`
 
 
 class AbortCollectives(Message):

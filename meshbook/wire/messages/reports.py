@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from meshbook.errors import describe_exit
@@ -186,6 +187,22 @@ class MeshReady(Message):
     call: CallId
     info: MeshInfo
     seconds: float
+
+
+class MeshHealed(Message):
+    """The reply to HealMesh."""
+
+    call: CallId
+    info: MeshInfo
+    ranks: Ranks  # with new processes; (): all were alive
+    seconds: float
+    ran: tuple[str, ...] = ()  # labels of the setup cells that new ranks ran
+    num_defined: int = 0  # other cells whose imports and definitions they ran
+    failed: tuple[tuple[str, str], ...] = ()  # cells that could not be replayed: label, error
+    restored: dict[int, dict[str, tuple[int, str]]] = msgspec.field(
+        default_factory=dict
+    )  # new rank -> name -> where it is from, and why
+    missing: dict[int, dict[str, str]] = msgspec.field(default_factory=dict)  # new rank -> name -> why it has no value
 
 
 class MeshChanged(Message):

@@ -1,0 +1,120 @@
+"""What `mesh.heal()` returns: which ranks have new processes, what they have, and what could not be had. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshbook.controller.tables import format_seconds
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.wire import messages
+
+_MAX_NAMES_SHOWN = 8
+_MAX_REASONS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Healed:
+    """How a mesh was healed. Its text says it in a few lines.
+
+    Attributes:
+        ranks: with new processes; none if all ranks were alive.
+        seconds: that it took.
+        replayed: labels of the setup cells that the new ranks ran.
+        num_defined: other cells whose imports and definitions they ran.
+        failed: cells that could not be replayed, and why.
+        restored: by new rank, names and the ranks that their values came from.
+        missing: by new rank, names that others have and it has not, and why.
+    """
+
+    ranks: Ranks
+    seconds: float
+    replayed: tuple[str, ...]
+    num_defined: int
+    failed: dict[str, str]
+    restored: dict[int, dict[str, int]]
+    missing: dict[int, dict[str, str]]
+    text: str
+
+    @classmethod
+    def of(cls, healed: messages.MeshHealed) -> Healed:
+        return cls(
+            ranks=healed.ranks,
+            seconds=healed.seconds,
+            replayed=healed.ran,
+            num_defined=healed.num_defined,
+            failed=dict(healed.failed),
+            restored={
+                rank: {name: source for name, (source, _) in found.items()} for rank, found in healed.restored.items()
+            },
+            missing=dict(healed.missing),
+            text=_describe(healed),
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether the new ranks have everything that the others have."""
+        return not self.failed and not any(self.missing.values())
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _describe(healed: messages.MeshHealed) -> str:
+    if not healed.ranks:
+        took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
+        every = f"all {len(healed.info.ranks)} ranks are alive"
+        return f"{every}; their process groups were formed anew{took}" if took else f"nothing to heal: {every}"
+    are = "are" if len(healed.ranks) > 1 else "is"
+    fresh = "fresh processes" if len(healed.ranks) > 1 else "fresh process"
+    parts = [f"{name_ranks(healed.ranks)} {are} back ({fresh}, {format_seconds(healed.seconds)})"]
+    if healed.ran:
+        parts.append(f"setup replayed ({_count(len(healed.ran), 'cell')})")
+    if healed.num_defined:
+        parts.append(f"imports and definitions of {_count(healed.num_defined, 'cell')}")
+    parts += _describe_restored(healed.restored)
+    if healed.info.groups == "ready":
+        parts.append("groups formed anew")
+    lines = [" · ".join(parts)]
+    lines += [f"not replayed: {label}: {why}" for label, why in healed.failed]
+    lines += _describe_missing(healed.missing)
+    return "\n".join(lines)
+
+
+def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) -> list[str]:
+    """Return a phrase for each source and reason: `model, opt from rank 0 (replica on dp)`."""
+    ranks_of: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    for rank, found in restored.items():
+        for name, (source, why) in found.items():
+            ranks_of[name, source, why].append(rank)
+    names_of: dict[tuple[int, str, Ranks], list[str]] = defaultdict(list)
+    for (name, source, why), ranks in ranks_of.items():
+        names_of[source, why, tuple(ranks)].append(name)
+    return [
+        f"{_names(names)} from rank {source} ({why})" + (f" on rank {format_ranks(ranks)}" if len(restored) > 1 else "")
+        for (source, why, ranks), names in names_of.items()
+    ]
+
+
+def _describe_missing(missing: Mapping[int, Mapping[str, str]]) -> list[str]:
+    names_of: dict[tuple[str, Ranks], list[str]] = defaultdict(list)
+    for rank, found in missing.items():
+        for name, why in found.items():
+            names_of[why, (rank,)].append(name)
+    lines = []
+    for (why, ranks), names in list(names_of.items())[:_MAX_REASONS_SHOWN]:
+        lines.append(f"not on {name_ranks(ranks)}: {_names(names)} ({why})")
+    if len(names_of) > _MAX_REASONS_SHOWN:
+        lines.append("... and more: mesh.heal() returns all of it as .missing")
+    return lines
+
+
+def _names(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _MAX_NAMES_SHOWN} more" if len(shown) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(shown[:_MAX_NAMES_SHOWN]) + more
+
+
+def _count(count: int, one: str) -> str:
+    return f"{count} {one}{'' if count == 1 else 's'}"

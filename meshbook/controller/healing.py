@@ -1,0 +1,37 @@
+"""Has the supervisor put new processes in the place of ranks that have exited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshbook.controller.healed import Healed
+from meshbook.controller.session import Session
+from meshbook.wire import messages
+
+
+def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed:
+    """Replace the ranks that have exited; see `Mesh.heal`. Blocks: each step of it has a time limit.
+
+    Raises:
+        HealError: a cell runs, or the attempt failed; the message says what to do.
+    """
+    session.check_attached()
+    command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
+    healed: messages.MeshHealed = session.connection.request(command).result()
+    session.info = healed.info
+    return Healed.of(healed)
+
+
+def heal_mesh(mesh: Any) -> Any:
+    """Heal a mesh after a rank was lost, print what came of it, and return the mesh.
+
+    For a loop that catches `DeviceMeshError` (`meshbook.RankLost`) and runs the failed batch again:
+
+        except DeviceMeshError:
+            mesh = meshbook.heal_mesh(mesh)
+
+    Raises:
+        HealError: as `Mesh.heal`.
+    """
+    print(mesh.heal())
+    return mesh

@@ -1,0 +1,147 @@
+"""What a mesh, or a slice of one, is, and what its ranks do: the part of `Mesh` that runs nothing on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from meshbook.controller import reports
+from meshbook.controller.past_cells import PastCell, fetch_past_cells
+from meshbook.controller.reports import Stacks, Why
+from meshbook.controller.session import Session
+from meshbook.controller.tables import Table
+from meshbook.ids import Ranks
+from meshbook.mesh_axes import MeshAxes
+from meshbook.selections import parse_selection
+from meshbook.wire import messages
+
+
+class MeshInspection:
+    """The ranks that a `Mesh` stands for, and reports of what they do."""
+
+    _session: Session
+    _axes: MeshAxes
+
+    @property
+    def name(self) -> str:
+        """The name of the mesh in `meshbook list` and `attach`."""
+        return self._session.name
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> size, outermost first."""
+        return self._axes.axes
+
+    @property
+    def ranks(self) -> Ranks:
+        """Global ranks, in grid order."""
+        return self._axes.ranks
+
+    @property
+    def grid(self) -> MeshAxes:
+        """The `MeshAxes` of this view."""
+        return self._axes
+
+    @property
+    def session(self) -> Session:
+        """The session that all views of this mesh share."""
+        return self._session
+
+    # ---- reports
+
+    def status(self) -> messages.MeshInfo:
+        """Return the supervisor's current information about the mesh."""
+        return self._session.status()
+
+    @overload
+    def history(self) -> tuple[messages.HistoryEntry, ...]: ...
+
+    @overload
+    def history(self, number: int) -> PastCell: ...
+
+    def history(self, number: int | None = None) -> tuple[messages.HistoryEntry, ...] | PastCell:
+        """Return the cells that ran, oldest first; with a number, what the latest cell with that number showed.
+
+        A cell that went on without its notebook or program is there, too. The supervisor keeps the latest 16 MiB of
+        output, and 2 MiB of each cell.
+
+        Raises:
+            UsageError: no output of a cell with this number is kept; the message says of which cells it is.
+        """
+        return self._session.history() if number is None else fetch_past_cells(self._session, number)[-1]
+
+    def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
+        """Return the last output of a rank, also of a dead one."""
+        self._axes.check_ranks((rank,))
+        return self._session.logs(rank, limit_bytes)
+
+    def why(self) -> Why:
+        """Explain why the mesh hangs: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.
+
+        Any thread, also while a cell runs. On a slice: the findings that concern its ranks.
+
+        Returns:
+            Why: `.findings`, `.text`; it displays itself in a notebook.
+        """
+        return reports.why(self._session, self.ranks)
+
+    def stacks(
+        self, ranks: Sequence[int] | int | str | None = None, *, twice: bool = False, threads: bool = False
+    ) -> Stacks:
+        """Return the ranks' Python stacks, merged into one tree. Blocks, at most 3 s; usually milliseconds.
+
+        Any thread, also while a cell runs. Also covers ranks that are stopped (SIGSTOP) or hold the GIL, if py-spy has
+        permission.
+
+        Args:
+            ranks: which ranks, as for `run`; None: all of this view, dead ones included.
+            twice: sample again half a second later, and report which ranks moved.
+            threads: all threads of each rank, not only the main one.
+
+        Returns:
+            Stacks: `.tree`, `.text`, and by rank (`stacks[3]`) the threads' frames.
+
+        Raises:
+            MeshShapeError: a rank is not in this mesh.
+        """
+        chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
+        return reports.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
+
+    def health(self) -> Table:
+        """Return a table of each rank's activity, waits, CPU, memory and GPU. Blocks a few milliseconds.
+
+        The values are from the ranks' last heartbeat, up to a second ago. Programs use `mesh.memory()` and
+        `mesh.metrics()`.
+        """
+        return reports.health_table(reports.fetch_mesh_snapshot(self._session), self.ranks)
+
+    def memory(self, *, history: bool = False, kind: str | None = None) -> Any:
+        """Return the memory of each rank's process and GPU, in bytes. Blocks a few milliseconds.
+
+        Args:
+            history: one row per rank and sample since the mesh started, coarser for older samples, instead of one row
+                per rank.
+            kind: "pandas", "polars" or "dict"; None: the library that the program has imported, else polars, else
+                pandas, else a dict of lists.
+
+        Returns:
+            Columns rank, host, device, rss_bytes, peak_rss_bytes, gpu_allocated_bytes, gpu_reserved_bytes,
+            gpu_peak_bytes, gpu_used_bytes, gpu_total_bytes; with `history` rank, time (wall clock), rss_bytes,
+            gpu_allocated_bytes. GPU columns are None without a GPU.
+        """
+        return reports.memory_dataframe(self._session, self.ranks, history=history, kind=kind)
+
+    def metrics(self, *, kind: str | None = None) -> Any:
+        """Return the values that ranks passed to `meshbook.log`, one row per value. Blocks a few milliseconds.
+
+        Long curves are downsampled; their first and last points remain.
+
+        Returns:
+            Columns name, rank, step, value, time (wall clock), as `kind` says (see `memory`).
+        """
+        return reports.metrics_dataframe(self._session, self.ranks, kind=kind)
+
+    def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
+        if isinstance(ranks, str):
+            return parse_selection(self._axes, ranks)
+        return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)

@@ -1,0 +1,190 @@
+"""What this rank holds under the user's names, described so that ranks can compare it without sending it."""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshbook.rank.healing.choice import Held
+from meshbook.rank.previews.digests import CONTAINER_TYPES, PLAIN_TYPES
+from meshbook.rank.process_groups.watched_group import WatchedGroup
+
+# What a digest may visit; more is not comparable. Tensors count once, whatever their size.
+_MAX_ITEMS = 200_000
+_MAX_DEPTH = 60
+_DEFINITIONS = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+class _NotComparable(Exception):
+    """Raised for content that has no digest; the text names its class."""
+
+
+def describe_names(namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, Held]:
+    """Return what is held under each of these names. Reads all of it: about a second per GB on a CPU."""
+    return {name: describe(namespace[name]) for name in names if name in namespace}
+
+
+def describe(value: Any) -> Held:
+    kind = type(value)
+    name = kind.__name__
+    if isinstance(value, WatchedGroup):
+        return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
+    if isinstance(value, DeviceMesh):
+        return _describe_mesh(value)
+    if isinstance(value, _DEFINITIONS):
+        return Held("definition", name, _digest_or_none(value))
+    try:
+        if isinstance(value, torch.nn.Module):
+            rest = _digest([(key, buffer) for key, buffer in value.named_buffers()])
+            own = [(key, parameter) for key, parameter in value.named_parameters()]
+            return Held("state", name, _digest([own, value.training]), rest)
+        if has_state(value):
+            return Held("state", name, _digest(value.state_dict()))
+        return Held("plain" if kind in PLAIN_TYPES else "value", name, _digest(value))
+    except _NotComparable as error:
+        opaque = isinstance(value, (types.GeneratorType, types.CoroutineType)) or hasattr(value, "fileno")
+        return Held("opaque" if opaque else "value", str(error) or name)
+    except Exception:  # a user's state_dict() may raise anything
+        return Held("value", name)
+
+
+def _describe_mesh(mesh: DeviceMesh) -> Held:
+    try:
+        found = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    except RuntimeError:  # without process groups
+        return Held("opaque", "DeviceMesh")
+    groups = [(group.label.name, group.label.ranks) for group in found if isinstance(group, WatchedGroup)]
+    return (
+        Held("mesh", "DeviceMesh", groups=tuple(groups)) if len(groups) == mesh.ndim else Held("opaque", "DeviceMesh")
+    )
+
+
+def has_state(value: Any) -> bool:
+    """Whether the state of an object can be taken from it, and loaded into another one like it."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _digest_or_none(value: Any) -> str | None:
+    try:
+        return _digest(value)
+    except Exception:
+        return None
+
+
+def _digest(value: Any) -> str:
+    """Return a digest that is equal for equal contents, in any process.
+
+    Raises:
+        _NotComparable: there is something in it whose content is not known.
+    """
+    digester = _Digester()
+    digester.add(value, 0)
+    return digester.hash.hexdigest()
+
+
+class _Digester:
+    """Walks a value, and hashes what it meets in an order that depends on the contents alone."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+        self._num_items = 0
+        self._seen: dict[int, int] = {}  # objects that refer to others, by id: how many were met before
+
+    def add(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        self._num_items += 1
+        if self._num_items > _MAX_ITEMS or depth > _MAX_DEPTH:
+            raise _NotComparable(f"a large {kind.__name__}")
+        if kind in PLAIN_TYPES:
+            self._put(f"{kind.__name__}:{value!r}")
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, _DEFINITIONS):
+            self._add_definition(value)
+        elif (number := self._seen.get(id(value))) is not None:
+            self._put(f"again:{number}")
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._add_object(value, kind, depth + 1)
+
+    def _add_object(self, value: Any, kind: type, depth: int) -> None:
+        if kind in (set, frozenset):
+            self._put(f"{kind.__name__}:{sorted(_digest(item) for item in value)}")
+        elif isinstance(value, dict) and (
+            kind is dict or hasattr(kind, "__missing__") or kind.__module__ == "collections"
+        ):
+            self._put(f"{kind.__name__}:{len(value)}")
+            for key, item in value.items():
+                self.add(key, depth)
+                self.add(item, depth)
+        elif kind in CONTAINER_TYPES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            self._put(f"{kind.__name__}:{len(value)}")
+            for item in value:
+                self.add(item, depth)
+        elif kind in (torch.dtype, torch.device, torch.Size):
+            self._put(repr(value))
+        elif kind is torch.Generator:
+            self._put("generator")
+            self._add_tensor(value.get_state())
+        elif kind.__module__ == "numpy":
+            self._add_array(value, kind)
+        elif isinstance(value, torch.nn.Module) or has_state(value):
+            self.add(kind, depth)
+            self.add(value.state_dict(), depth)
+        elif "__dict__" in dir(value) and not hasattr(value, "fileno") and not hasattr(kind, "__next__"):
+            self._add_attributes(value, kind, depth)
+        else:
+            raise _NotComparable(kind.__name__)
+
+    def _add_attributes(self, value: Any, kind: type, depth: int) -> None:
+        """Add an object that is no more than its attributes."""
+        if any("__slots__" in base.__dict__ and base.__dict__["__slots__"] for base in kind.__mro__):
+            raise _NotComparable(kind.__name__)
+        if isinstance(value, (dict, list, set, str, bytes, int, float)) or not _is_made_of_attributes(kind):
+            raise _NotComparable(kind.__name__)
+        self.add(kind, depth)
+        self.add(vars(value), depth)
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        local = tensor
+        if isinstance(tensor, DTensor):
+            self._put(f"placements:{tensor.placements}:{tuple(tensor.shape)}")
+            local = tensor.to_local()
+        if local.layout is not torch.strided or local.is_meta or local.is_quantized:
+            raise _NotComparable("Tensor without dense memory")
+        self._put(f"tensor:{local.dtype}:{tuple(local.shape)}:{tensor.requires_grad}")
+        flat = local.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            import numpy
+
+            self.hash.update(numpy.from_dlpack(flat.view(torch.uint8)).data)
+
+    def _add_array(self, value: Any, kind: type) -> None:
+        dtype = getattr(value, "dtype", None)
+        if dtype is None or dtype.hasobject:
+            raise _NotComparable(kind.__name__)
+        self._put(f"array:{dtype.str}:{value.shape}")
+        self.hash.update(value.tobytes())
+
+    def _add_definition(self, value: Any) -> None:
+        code = getattr(value, "__code__", None)
+        self._put(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', None) or value.__name__}")
+        if code is not None:
+            self.hash.update(code.co_code)
+
+    def _put(self, text: str) -> None:
+        self.hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
+
+
+def _is_made_of_attributes(kind: type) -> bool:
+    """Whether instances of a class are Python objects with nothing in C beside their attributes."""
+    return all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement

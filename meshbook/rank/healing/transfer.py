@@ -1,0 +1,171 @@
+"""Carries values from one rank to another that has some of the objects they refer to already.
+
+What a new rank has (functions and classes of replayed cells, models that setup cells have built, process groups) is
+named in the pickle and not copied, so that an optimizer refers to the new rank's own parameters. Bytes go over the
+world group, from rank to rank.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshbook.errors import TransferError
+from meshbook.rank.healing.contents import has_state
+from meshbook.rank.process_groups.group_table import GroupTable
+from meshbook.rank.process_groups.watched_group import WatchedGroup
+from meshbook.wire import pickling
+from meshbook.wire.messages import InlineBuffer, Payload
+from meshbook.wire.pickler import NotSendable
+
+_MAX_PART_BYTES = 1 << 30  # of one send
+
+
+class _Namespace:
+    """Stands for the namespace of cells in a pickle: a dict would be copied."""
+
+
+_NAMESPACE = _Namespace()
+
+
+class References:
+    """The objects of this rank that another one has too, and how a pickle names them.
+
+    Args:
+        namespace: of the cells.
+        shared: names under which the other rank has an object of its own.
+        mesh: the DeviceMesh of all ranks.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], shared: Collection[str], mesh: DeviceMesh | None) -> None:
+        self._namespace, self._mesh = namespace, mesh
+        self._keys: dict[int, str] = {id(_NAMESPACE): "namespace:"}
+        if mesh is not None:
+            self._keys[id(mesh)] = "name:mesh"
+        for name in shared:
+            value = namespace.get(name)
+            if isinstance(value, torch.nn.Module):
+                for fqn, tensor in (*value.named_parameters(), *value.named_buffers()):
+                    self._keys.setdefault(id(tensor), f"tensor:{name}:{fqn}")
+                for fqn, module in value.named_modules():
+                    self._keys.setdefault(id(module), f"module:{name}:{fqn}")
+            elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or has_state(value):
+                self._keys.setdefault(id(value), f"name:{name}")
+
+    def key_of(self, thing: object) -> str | None:
+        if isinstance(thing, WatchedGroup):
+            return f"group:{thing.label.name}"
+        return self._keys.get(id(thing))
+
+    def reduce(self, thing: Any) -> Any:
+        """Return how an object is pickled; NotImplemented: as usual."""
+        if isinstance(thing, DTensor):
+            local = thing.to_local()
+            parts = local, thing.device_mesh, thing.placements, thing.shape, thing.stride()
+            return _rebuild_dtensor, (*parts, thing.requires_grad, isinstance(thing, torch.nn.Parameter))
+        if isinstance(thing, DeviceMesh):
+            names = thing.mesh_dim_names
+            root = thing._get_root_mesh() if names else None
+            if root is None or root is not self._mesh:
+                raise NotSendable("a DeviceMesh of your own: make it in a %%mesh --setup cell")
+            return _part_of_mesh, (self._mesh, names)
+        if type(thing) is types.FunctionType and thing.__globals__ is self._namespace:
+            arguments = thing.__code__, _NAMESPACE, thing.__name__, thing.__defaults__, thing.__closure__
+            return types.FunctionType, arguments, {**vars(thing), "__kwdefaults__": thing.__kwdefaults__}
+        return NotImplemented
+
+
+def _rebuild_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad: bool, is_parameter: bool
+) -> torch.Tensor:
+    tensor = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return torch.nn.Parameter(tensor, requires_grad=grad) if is_parameter else tensor.requires_grad_(grad)
+
+
+def _part_of_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names]
+
+
+class Resolver:
+    """The objects that keys of `References` stand for on this rank."""
+
+    def __init__(self, namespace: MutableMapping[str, Any], groups: GroupTable) -> None:
+        self._namespace, self._groups = namespace, groups
+
+    def __call__(self, key: str) -> Any:
+        kind, _, rest = key.partition(":")
+        if kind == "namespace":
+            return self._namespace
+        if kind == "group":
+            if rest not in self._groups.names:
+                raise TransferError(f"it uses the process group {rest}, which this rank does not have")
+            return self._groups[rest]
+        name, _, fqn = rest.partition(":")
+        if name not in self._namespace:
+            raise TransferError(f"it uses `{name}`, which this rank does not have")
+        value = self._namespace[name]
+        if kind == "module":
+            return value.get_submodule(fqn)
+        if kind == "tensor":
+            path, _, attribute = fqn.rpartition(".")
+            return getattr(value.get_submodule(path), attribute)
+        return value
+
+
+def pickle_bundle(bundle: dict[str, Any], references: References) -> tuple[Payload, dict[str, str]]:
+    """Pickle values together, so that what they share is shared on the other side.
+
+    Returns:
+        the payload, and by name why values that cannot be pickled are not in it.
+    """
+    try:
+        return _pickle(bundle, references), {}
+    except TransferError:
+        dropped: dict[str, str] = {}
+        for name, value in list(bundle.items()):
+            try:
+                _pickle(value, references)
+            except TransferError as error:
+                dropped[name] = str(error)
+                del bundle[name]
+        return _pickle(bundle, references), dropped
+
+
+def _pickle(value: Any, references: References) -> Payload:
+    return pickling.dump(value, pool=None, persistent=references.key_of, reduce=references.reduce)
+
+
+def send(payload: Payload, extra: dict[str, Any], to: int) -> None:
+    """Send a payload and a JSON object to a rank. Blocks until they are received."""
+    parts = [payload.pickled]
+    for buffer in payload.buffers:
+        assert isinstance(buffer, InlineBuffer)  # it was pickled without shared memory
+        parts.append(buffer.data)
+    header = json.dumps({"sizes": [len(part) for part in parts], "extra": extra}).encode()
+    dist.send(torch.tensor([len(header)]), to)
+    for part in (header, *parts):
+        for start in range(0, len(part), _MAX_PART_BYTES):
+            dist.send(torch.frombuffer(bytearray(part[start : start + _MAX_PART_BYTES]), dtype=torch.uint8), to)
+
+
+def receive(source: int) -> tuple[Payload, dict[str, Any]]:
+    """Receive what `send` sends. Blocks."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source)
+    header = json.loads(_receive_bytes(int(length), source))
+    pickled, *buffers = (_receive_bytes(size, source) for size in header["sizes"])
+    return Payload(pickled, tuple(map(InlineBuffer, buffers))), header["extra"]
+
+
+def _receive_bytes(size: int, source: int) -> bytes:
+    found = torch.empty(size, dtype=torch.uint8)
+    for start in range(0, size, _MAX_PART_BYTES):
+        dist.recv(found[start : start + _MAX_PART_BYTES], source)
+    return found.numpy().tobytes()

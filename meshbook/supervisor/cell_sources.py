@@ -1,0 +1,104 @@
+"""What the sources of past cells say: which of them a new rank runs, and which names depend on the rank. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+
+from meshbook.ids import Ranks
+from meshbook.wire.messages import CellToReplay, HistoryEntry
+
+# Source of cells that is replayed, in characters: the latest, if they are more.
+_MAX_REPLAYED_CHARS = 4 << 20
+# What a rank's own number is called: names of a rank's namespace, and functions of torch.distributed.
+_RANK_NAMES = frozenset({"rank", "local_rank", "device", "get_rank", "get_local_rank", "get_coordinate", "RANK"})
+# Lines that are not Python: magics and shell commands.
+_MAGIC_LINE = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
+
+
+def cells_to_replay(entries: Iterable[HistoryEntry], new_ranks: Ranks) -> tuple[CellToReplay, ...]:
+    """Return the cells that new ranks run, oldest first: of equal ones the last, and only those that define something.
+
+    A setup cell that did not end well is run as another cell: for its imports and definitions.
+    """
+    cells: dict[str, CellToReplay] = {}
+    for entry in entries:
+        if not set(new_ranks) <= set(entry.ranks):
+            continue
+        is_setup = entry.setup and entry.status == "ok"
+        if is_setup or _may_define(entry.source):
+            cells.pop(entry.source, None)
+            cells[entry.source] = CellToReplay(entry.source, entry.number, entry.label, is_setup)
+    found, num_chars = list(cells.values()), 0
+    for index in range(len(found) - 1, -1, -1):
+        num_chars += len(found[index].source)
+        if num_chars > _MAX_REPLAYED_CHARS:
+            return tuple(found[index + 1 :])
+    return tuple(found)
+
+
+def _may_define(source: str) -> bool:
+    """Whether a cell may import something, define a function or class, or bind a constant."""
+    body = _parse(source)
+    if body is None:
+        return any(word in source for word in ("import ", "def ", "class "))
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If, ast.Try)
+    return any(isinstance(node, (*kinds, ast.Assign, ast.AnnAssign)) for node in body)
+
+
+def rank_dependent_names(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that cells compute from the rank's number, directly or through other such names."""
+    found = set[str]()
+    for source in sources:
+        for node in _parse(source) or ():
+            _add_dependent(node, found, is_dependent=False)
+    return tuple(sorted(found))
+
+
+def _add_dependent(node: ast.stmt, found: set[str], *, is_dependent: bool) -> None:
+    """Add the names that a statement binds to something that depends on the rank.
+
+    Args:
+        is_dependent: whether the statement runs depends on it already.
+    """
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return
+    head: list[ast.AST] = [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.stmt)]
+    is_dependent = is_dependent or any(_mentions(inner, found) for inner in head)
+    if is_dependent:
+        found.update(name for inner in head for name in _bound_names(inner))
+    for inner in ast.iter_child_nodes(node):
+        statements = inner.body if isinstance(inner, (ast.ExceptHandler, ast.match_case)) else [inner]
+        for statement in statements:
+            if isinstance(statement, ast.stmt):
+                _add_dependent(statement, found, is_dependent=is_dependent)
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression uses the rank, or one of these names."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
+            if inner.id in _RANK_NAMES or inner.id in names:
+                return True
+        elif (isinstance(inner, ast.Attribute) and inner.attr in _RANK_NAMES) or (
+            isinstance(inner, ast.Constant) and inner.value in ("RANK", "LOCAL_RANK")
+        ):
+            return True
+    return False
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            yield inner.id
+
+
+def _parse(source: str) -> list[ast.stmt] | None:
+    """Return a cell's statements without its magics; None if it is not Python."""
+    for text in (source, _MAGIC_LINE.sub(r"\1pass", source)):
+        try:
+            return ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+    return None
