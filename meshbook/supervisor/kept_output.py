@@ -58,7 +58,7 @@ class _Cell:
         self._next_key = 0
         self._live: list[Line] = []
         self._dropped = Truncation()
-        self._clears_next = False  # clear_output(wait=True) was the last item
+        self._cleared_next: set[int] = set()  # ranks that made clear_output(wait=True) since the last item
 
     @property
     def has_content(self) -> bool:
@@ -70,31 +70,28 @@ class _Cell:
 
     def add(self, items: Iterable[FoldedItem], now: float) -> None:
         for item in items:
-            if type(item) is Line and not (item.live or self._live or self._clears_next):  # as nearly all items are
+            if type(item) is Line and not (item.live or self._live or self._cleared_next):  # as nearly all items are
                 self.num_lines += 1
                 self._append(item, len(item.text) + 1, now)
             else:
                 self._add(item, now)
 
     def _add(self, item: FoldedItem, now: float) -> None:
-        if self._clears_next:
-            self._clears_next = False
+        if isinstance(item, RankDisplay) and isinstance(item.item, ClearOutput):
+            self._cleared_next.update(item.ranks)
+            if not item.item.wait:
+                self._clear()
+            return
+        if self._cleared_next:
             self._clear()
         if isinstance(item, Line):
             self._add_line(item, now)
-        elif isinstance(item.item, ClearOutput):
-            if not set(item.ranks).issuperset(self.ranks):
-                self._append(item, 0, now)  # the others' output stays; whoever shows it leaves this out
-            elif item.item.wait:
-                self._clears_next = True
-            else:
-                self._clear()
         elif isinstance(item.item, Display):
             if item.item.update:
                 self._update(item.ranks, item.item, now)
             else:
                 self.displays[self._append(item, _display_bytes(item.item), now)] = None
-        else:
+        elif isinstance(item.item, Notice):
             self._append(item, len(item.item.text), now)
 
     def finish(self, finished: CallFinished, now: float) -> None:
@@ -115,11 +112,9 @@ class _Cell:
             items.insert(0, RankDisplay(tuple(sorted(self._dropped.ranks)), notice))
         return tuple(items)
 
-    def drop_oldest(self, *, only_display: bool = False) -> bool:
+    def drop_oldest(self) -> bool:
         """Drop an item, displays first. Return whether there was one."""
-        key = next(iter(self.displays), None)
-        if key is None and not only_display:
-            key = next(iter(self._items), None)
+        key = next(iter(self.displays or self._items), None)
         if key is None:
             return False
         item, num_bytes, _ = self._items.pop(key)
@@ -173,12 +168,29 @@ class _Cell:
                 self.displays[self._append(shown, _display_bytes(new), now)] = None
 
     def _clear(self) -> None:
-        self.num_bytes -= sum(num_bytes for _, num_bytes, _ in self._items.values())
-        self._items.clear()
-        self.displays.clear()
-        self._live.clear()
-        self._dropped = Truncation()
-        self.num_lines = 0
+        """Drop the output of the ranks that have cleared theirs."""
+        ranks, self._cleared_next = self._cleared_next, set()
+        if ranks.issuperset(self.ranks):
+            self.num_bytes -= sum(num_bytes for _, num_bytes, _ in self._items.values())
+            self._items.clear()
+            self.displays.clear()
+            self._live.clear()
+            self._dropped = Truncation()
+            self.num_lines = 0
+            return
+        for key, (item, num_bytes, sent_at) in list(self._items.items()):
+            if remaining := _without(item.ranks, ranks):
+                self._items[key] = (msgspec.structs.replace(item, ranks=remaining), num_bytes, sent_at)
+            else:
+                del self._items[key]
+                self.displays.pop(key, None)
+                self.num_bytes -= num_bytes
+                self.num_lines -= isinstance(item, Line)
+        self._live = [
+            msgspec.structs.replace(line, ranks=remaining)
+            for line in self._live
+            if (remaining := _without(line.ranks, ranks))
+        ]
 
 
 class KeptOutput:

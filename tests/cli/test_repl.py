@@ -71,11 +71,11 @@ def test_attach_says_which_cell_went_on_without_its_program_and_shows_its_output
     with create_mesh(2, name="left-alone") as mesh:
         program = (
             "import os, meshbook\nmesh = meshbook.attach('left-alone')\n"
-            "mesh.run('print(\"alone\", rank)', wait=False, echo=False)\nos._exit(1)"
+            "mesh.run('print(\"alone\", rank)', wait=False, echo=False)\n"
+            "os._exit(len(mesh.history()))"  # asked after the cell was sent
         )
         mesh.run(gate.wait, wait=False, echo=False)  # the cell of the program comes after it
-        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
-        wait_until(lambda: len(mesh.history()) == 2, 10)
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 2
         wait_until(lambda: len(mesh.status().clients) == 1, 10)
         gate.open()
         wait_until(lambda: mesh.history()[-1].status == "ok", 10)

@@ -91,8 +91,6 @@ def texts(items: Iterable[FoldedItem]) -> list[str]:
             found.append(item.item.text)
         elif isinstance(item.item, Display):
             found.append(str(item.item.data["image/png"]))
-        else:
-            found.append("<clear>")
     return found
 
 
@@ -144,9 +142,27 @@ def test_what_all_ranks_clear_is_not_kept_and_with_wait_once_something_follows()
     assert texts(kept.of().items) == ["old", "old"]
     kept.printed(call, (line("new"),), 0.0)
     assert texts(kept.of().items) == ["new"]
-    kept.printed(call, (clear(1),), 0.0)
-    assert texts(kept.of().items) == ["new", "<clear>"]
+    assert kept.mark(kept.entries)[0].num_lines == 1
     kept.printed(call, (clear(),), 0.0)
+    assert texts(kept.of().items) == []
+    assert kept.num_bytes == 0
+
+
+def test_what_one_rank_clears_the_others_keep() -> None:
+    kept = Kept()
+    call = kept.begin(1)
+    kept.printed(call, (line("of both"), line("of one", 1), image("of one", 1), line("40%", live=True)), 0.0)
+    before = kept.num_bytes
+    kept.printed(call, (clear(1, wait=True),), 0.0)
+    assert kept.num_bytes == before
+    kept.printed(call, (image("next", 1),), 0.0)
+    assert [(item.ranks, text) for item, text in zip(kept.of().items, texts(kept.of().items), strict=True)] == [
+        ((0,), "of both"),
+        ((1,), "next"),
+        ((0,), "40%"),
+    ]
+    assert kept.mark(kept.entries)[0].num_lines == 1
+    kept.printed(call, (clear(0), clear(1)), 0.0)  # one after the other, as ranks that are not in step do
     assert texts(kept.of().items) == []
     assert kept.num_bytes == 0
 
