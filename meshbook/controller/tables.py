@@ -110,7 +110,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         notes.append(
             f"{name_ranks(dead).capitalize()} {'is' if len(dead) == 1 else 'are'} gone; "
             + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
-            + "a whole mesh needs %mesh restart."
+            + "%mesh heal makes the mesh whole again."
         )
     heading = (
         f"Mesh {info.name}: {describe_size(info.spec)}, {_describe_process_group(info)}, "
