@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from meshbook.ids import Ranks
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
@@ -130,6 +131,11 @@ class CallScheduler:
         self._calls.open(command.call, command.ranks, now, on_end, label="forming process groups")
         return [SendToHosts(self._ranks.hosts, command)]
 
+    def _abort_collectives(self, ranks: Ranks, reason: str) -> SendToHosts:
+        """Have ranks give up what waits in the groups of this generation, formed already or being formed."""
+        abort = messages.AbortCollectives(ranks=ranks, reason=reason, generation=self._groups.generation)
+        return self._ranks.send(ranks, abort)
+
     def busy_cells(self) -> list[ActiveCall]:
         """Return the calls that ranks work on, oldest first."""
         return [call for call in self._calls if call.is_main_thread and call.is_sent]
@@ -172,7 +178,7 @@ class CallScheduler:
             # The other ranks would wait for it until they time out.
             if remaining := call.remaining_ranks():
                 reason = f"groups were not formed: {report.failure}"
-                return [self._ranks.send(remaining, messages.AbortCollectives(ranks=remaining, reason=reason))]
+                return [self._abort_collectives(remaining, reason)]
         return [*(self.send_deferred(now) if call.stopping_ranks else []), *self.query_left(call.id, now)]
 
     def part_received(self, host: int, report: messages.CallFinished, now: float) -> list[Effect]:
@@ -239,7 +245,7 @@ class CallScheduler:
         exited = self._ranks.exited
         if living := self._ranks.living:  # idle ranks too: their next collective would wait for the dead one
             reason = f"rank {report.rank} {report.description}"
-            effects.append(self._ranks.send(living, messages.AbortCollectives(ranks=living, reason=reason)))
+            effects.append(self._abort_collectives(living, reason))
         for call in self._calls:
             if report.rank not in call.ranks or not call.is_main_thread:
                 continue

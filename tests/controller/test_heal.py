@@ -257,7 +257,7 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
         kill(mesh, 1)
         healed = mesh.heal()
         assert {"model", "opt"} <= healed.restored[1].keys(), healed
-        assert healed.complete, healed
+        assert healed.missing[1].keys() <= {"torch's random state"}, healed
         for number in range(3, 8):
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
 

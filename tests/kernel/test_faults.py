@@ -70,3 +70,40 @@ def test_when_the_supervisor_dies_the_cell_ends_and_a_new_mesh_can_be_had(front:
     assert "%mesh start" in front.run("x").traceback
     wait_until(lambda: all(map(has_exited, pids.values())), 10, "the end of its ranks")
     assert front.run("%mesh start -n 2\nrank").result == "[0] 0\n[1] 1"
+
+
+def test_a_mesh_is_healed_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -> None:
+    front.run("%%mesh --setup\nclass Net(torch.nn.Linear):\n    def double(self): return self.weight * 2")
+    front.run("step = 7\nshare = torch.ones(2) * (rank + 1)")
+    pids = front.pids()
+    cell = front.send("print('busy', flush=True)\ndist.barrier() if rank == 0 else time.sleep(60)")
+    front.wait_until_shown(cell, lambda cell: "busy" in cell.stdout)
+    os.kill(pids["rank 1"], signal.SIGKILL)
+    front.wait(cell)
+    assert "Next: %mesh heal puts a new process in its place, and the others keep what they hold" in cell.traceback
+    assert "Rank 1 is gone; " in front.run("%mesh status").result
+    assert "%mesh heal makes the mesh whole again" in front.run("%mesh status").result
+    healed = front.run("%mesh heal")
+    assert healed.status == "ok", healed.traceback
+    assert "rank 1 is back (fresh process" in healed.stdout
+    assert "setup replayed (1 cell)" in healed.stdout
+    assert "step, share from rank 0 (rank 0 is the only other: nothing to compare with)" in healed.stdout
+    assert "not on rank 1: torch's random state (rank 0 is the only other, and its generator may be its own)" in (
+        healed.stdout
+    )
+    assert front.run("step, tuple(Net(2, 2).double().shape), share.tolist()").result == "(7, (2, 2), [1.0, 1.0])"
+    assert front.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)").result == "2"
+    assert "gone" not in front.run("%mesh status").result
+    assert "nothing to heal: all 2 ranks are alive" in front.run("%mesh heal").stdout
+
+
+def test_healing_while_a_cell_runs_in_the_background_is_refused_with_its_name(front: FrontEnd) -> None:
+    front.run("%%mesh --bg --ranks 0\nprint('busy', flush=True)\ntime.sleep(60)")
+    os.kill(front.pids()["rank 1"], signal.SIGKILL)
+    wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), 5, "the news of it")
+    refused = front.run("%mesh heal")
+    assert refused.reply["ename"] == "HealError"
+    assert "runs on rank 0; wait for it, or press Stop (%mesh interrupt), then heal" in refused.reply["evalue"]
+    front.run("%mesh interrupt 0")
+    wait_until(lambda: front.run("%mesh heal").status == "ok", 10, "the end of the cell")
+    assert front.run("rank").status == "ok"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from meshbook.errors import MeshShapeError, RankLost
-from tests.rank.worlds import ForkServer, RankContext, RankHandle, World
+from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
 # what cannot be an accident of a busy machine: far less than the 1,800 s that gloo itself would wait.
@@ -938,3 +938,25 @@ def test_an_aborted_nccl_group_refuses_collectives_and_is_formed_again(gpus: Wor
     assert type(gpus.members[0].error_of(on_the_gpu)).__name__ == "GroupBroken"
     gpus.form_groups()
     assert gpus.run(on_the_gpu)[0][3] == "nccl"
+
+
+def abort_generation(here: RankContext, number: int) -> None:
+    here.groups.abort(RankLost(f"rank 9 was lost in generation {number}"), generation=number)
+
+
+def test_an_abort_that_comes_late_leaves_the_groups_that_were_formed_since_alone(trio: World) -> None:
+    before = trio.generation
+    trio.form_groups()
+    for member in trio.members:
+        member.run_in_service_thread(abort_generation, before)
+    assert trio.run(is_broken) == [False] * 3
+    assert trio.run(total) == [18.0] * 3
+
+
+def test_an_abort_that_comes_before_its_groups_are_formed_keeps_them_from_waiting_for_the_dead(trio: World) -> None:
+    for member in trio.members:
+        member.run_in_service_thread(abort_generation, trio.generation + 1)
+    with pytest.raises(FunctionFailed, match=f"rank 9 was lost in generation {trio.generation + 1}"):
+        trio.form_groups()
+    trio.form_groups()
+    assert trio.run(total) == [18.0] * 3

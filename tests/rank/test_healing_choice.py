@@ -34,6 +34,13 @@ def test_a_value_comes_from_a_rank_that_shows_that_it_held_the_same(
     assert choice(digests, lost) == Choice(source, why)
 
 
+def test_a_generators_state_is_not_taken_from_a_rank_that_can_be_compared_with_none() -> None:
+    alone = {0: {"x": Held("random", "Tensor", "a")}}
+    assert choose_sources(alone, {}, 1, {"rank": 2})["x"].source is None
+    equal = {rank: {"x": Held("random", "Tensor", "a")} for rank in (0, 2, 3)}
+    assert choose_sources(equal, {}, 1, AXES)["x"].source == 0
+
+
 def test_a_line_whose_others_are_all_lost_has_no_source() -> None:
     # ranks 1 and 3 are lost: along dp nobody has what they had, and 0 and 2 differ along tp from nobody known
     assert choice({0: "a", 2: "b"}, 1) == Choice(None, "it differs between the other ranks")

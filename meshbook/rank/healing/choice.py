@@ -24,7 +24,8 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     Attributes:
         kind: "definition" (a module, function or class, which cells define), "state" (an object with a state that can
             be loaded into another one like it), "plain" (a number, a string and the like), "group" (a process group),
-            "mesh" (a DeviceMesh), "value" (another one, which is replaced as a whole) or "opaque" (cannot be copied).
+            "mesh" (a DeviceMesh), "random" (a generator's state), "value" (another one, which is replaced as a whole)
+            or "opaque" (cannot be copied).
         type: its class, in words.
         digest: equal for equal contents; None: not comparable.
         rest_digest: the same, of what may differ between replicas: buffers of a module.
@@ -90,11 +91,18 @@ def _choose(
     if len(found) < len(held):
         return Choice(None, f"only {name_ranks(found)} {'has' if len(found) == 1 else 'have'} it")
     if len(found) == 1:
-        (source,) = found
+        ((source, one),) = found.items()
+        if one.kind == "random":  # ranks often draw different numbers on purpose
+            return Choice(None, f"rank {source} is the only other, and its generator may be its own")
         return Choice(source, f"rank {source} is the only other: nothing to compare with")
     if any(one.digest is None for one in found.values()):
         types = sorted({one.type for one in found.values()})
         return Choice(None, f"whether it is equal on the others is not known ({', '.join(types)})")
+    return _choose_replica(found, rank, axes)
+
+
+def _choose_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int]) -> Choice:
+    """Return the choice of a value that several other ranks have, and that can be compared."""
     for replicated in _axis_sets(axes):
         lines = _lines(axes, replicated)
         own_line = next(line for line in lines if rank in line)

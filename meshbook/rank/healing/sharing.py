@@ -41,7 +41,9 @@ def share_state(
     """
     connect_deferred(groups)
     randoms = random_states.random_states()
-    held = describe_names(namespace, names) | {name: describe(state) for name, state in randoms.items()}
+    held = describe_names(namespace, names)
+    for name, state in randoms.items():
+        held[name] = msgspec.structs.replace(describe(state), kind="random")
     texts = groups.exchange(f"share/{command.call}", _held_encoder.encode(held))
     every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
     old = {other: holds for other, holds in every.items() if other not in command.new_ranks}

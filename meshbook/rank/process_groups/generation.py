@@ -33,17 +33,41 @@ class Generation:
         self.abort_failure: GroupFailure | None = None
         self.connect_timeout_s: float | None = None
         self.lock = threading.Lock()
+        # the latest generation that an abort named, and its failure: it may be formed only after that
+        self._early_number = 0
+        self._early_failure: GroupFailure | None = None
         self._num_rendezvous = 0  # threads that wait for the store or for peers to connect
 
     def begin(self, number: int, store: Store, connect_timeout_s: float) -> None:
         """Start a generation, which is being formed until `formed`."""
         with self.lock:
-            self.number, self.abort_failure = number, None
+            self.number = number
+            self.abort_failure = self._early_failure if number <= self._early_number else None
         self.store, self.connect_timeout_s = store, connect_timeout_s
 
     def formed(self) -> None:
         """Record that forming has ended, well or not."""
         self.connect_timeout_s = None
+
+    def record_abort(self, failure: GroupFailure, number: int | None) -> bool:
+        """Record why the groups of a generation, and of those before it, cannot be used. The lock is held.
+
+        Args:
+            number: None: the present one.
+
+        Returns:
+            Whether there is something to abort: not if newer groups have replaced them, or none were formed yet.
+        """
+        if number is not None:
+            if self.number is not None and number < self.number:
+                return False
+            self._early_number, self._early_failure = number, failure
+        if self.number is None:
+            return False
+        if self.abort_failure is None:
+            self.abort_failure = failure
+        self.cancel_rendezvous()
+        return True
 
     def fail(self, failure: GroupFailure) -> GroupFailure:
         """Record why no group can be used, unless that is known; return what is recorded."""

@@ -149,16 +149,14 @@ class ProcessGroups:
         next collective raises, so check `is_broken` too before using a result.
 
         Args:
-            generation: break only the groups of this generation; a no-op when newer groups have replaced them.
+            generation: break the groups of this generation, also if they are formed later, and leave newer ones alone.
+                None: those that there are.
         """
         failure = GroupFailure(str(error).splitlines()[0] if str(error) else type(error).__name__, error)
         with self._generation.lock:
-            if generation is not None and generation != self._generation.number:
+            if not self._generation.record_abort(failure, generation):
                 return
-            if self._generation.abort_failure is None:
-                self._generation.abort_failure = failure
             groups, handles = list(self.table), self.table.handles()
-            self._generation.cancel_rendezvous()
         for group in groups:
             group.health.invalidate(failure)
         self.table.resume()

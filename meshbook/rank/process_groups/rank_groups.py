@@ -62,6 +62,8 @@ class RankGroups:
         self._context, self._crash_log = context, crash_log
         self._running_file, self._describe_error = running_file, describe_error
         self._groups: ProcessGroups | None = None
+        self._abort_lock = threading.Lock()  # held while `_groups` is set
+        self._early_abort: tuple[str, int | None] | None = None  # reason and generation, from before there were groups
         self._store: MeshStore | None = None  # for all generations of the groups
 
     @property
@@ -95,8 +97,12 @@ class RankGroups:
             from meshbook.rank.process_groups.store import MeshStore
 
             self._store = MeshStore(self._context, command.store_address, config.token, timeout_s=_FORM_TIMEOUT_S)
-            self._groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
-            self._groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
+            groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
+            groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
+            with self._abort_lock:
+                self._groups = groups
+            if self._early_abort is not None and self._early_abort[1] is not None:
+                groups.abort(RankLost(self._early_abort[0]), generation=self._early_abort[1])
             if probes.are_probes_enabled():
                 self._groups.observers.append(_CrashLogObserver(self._crash_log, self._running_file))
         assert self._store is not None  # created with the groups
@@ -166,11 +172,19 @@ class RankGroups:
 
     # ---- the service thread
 
-    def abort(self, reason: str, *, interrupt: bool) -> None:
-        """Free the main thread from a collective that it waits in; on an interrupt only if it waits in one."""
-        if self._groups is None or (interrupt and not self._groups.is_waiting):
-            return
-        self._groups.abort(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
+    def abort(self, reason: str, *, interrupt: bool, generation: int | None = None) -> None:
+        """Free the main thread from a collective that it waits in; on an interrupt only if it waits in one.
+
+        Args:
+            generation: of the groups; see `AbortCollectives`.
+        """
+        with self._abort_lock:  # so that groups that are created meanwhile hear of it
+            if self._groups is None:
+                self._early_abort = (reason, generation)
+                return
+        if not interrupt or self._groups.is_waiting:
+            error = KeyboardInterrupt(reason) if interrupt else RankLost(reason)
+            self._groups.abort(error, generation=generation)
 
     def position(self, about: CallId) -> RankPosition:
         """Return this rank's position in the order of its collectives."""

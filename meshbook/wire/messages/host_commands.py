@@ -68,6 +68,9 @@ class AbortCollectives(Message):
     ranks: Ranks
     reason: str
     interrupt: bool = False  # the waiting call raises KeyboardInterrupt, not GroupBroken
+    # of the groups: later ones are left alone, and if this one is formed after the message it is broken from the
+    # start. It may arrive late or early, because groups are formed by another socket. None: those that there are.
+    generation: int | None = None
 
 
 class QueryPositions(Message):
