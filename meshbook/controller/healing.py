@@ -8,16 +8,24 @@ from meshbook.controller.healed import Healed
 from meshbook.controller.session import Session
 from meshbook.wire import messages
 
+# Seconds in which the rest of a heal must end after Stop: ranks that do not come back from it are reported after two.
+_STOP_TIMEOUT_S = 30.0
+
 
 def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed:
-    """Replace the ranks that have exited; see `Mesh.heal`. Blocks: each step of it has a time limit.
+    """Replace the ranks that have exited; see `Mesh.heal`. Blocks. Stop ends a cell that is being replayed.
 
     Raises:
         HealError: a cell runs, or the attempt failed; the message says what to do.
     """
     session.check_attached()
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
-    healed: messages.MeshHealed = session.connection.request(command).result()
+    future = session.connection.request(command)
+    try:
+        healed: messages.MeshHealed = future.result()
+    except KeyboardInterrupt:
+        session.interrupt(tuple(rank.rank for rank in session.info.ranks))
+        healed = future.result(_STOP_TIMEOUT_S)
     session.info = healed.info
     return Healed.of(healed)
 

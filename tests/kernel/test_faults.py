@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -106,4 +107,20 @@ def test_healing_while_a_cell_runs_in_the_background_is_refused_with_its_name(fr
     assert "runs on rank 0; wait for it, or press Stop (%mesh interrupt), then heal" in refused.reply["evalue"]
     front.run("%mesh interrupt 0")
     wait_until(lambda: front.run("%mesh heal").status == "ok", 10, "the end of the cell")
+    assert front.run("rank").status == "ok"
+
+
+def test_stop_ends_a_setup_cell_that_never_ends_while_the_mesh_is_healed(front: FrontEnd, tmp_path: Path) -> None:
+    second, reached = tmp_path / "second time", tmp_path / "reached"
+    waiting = f"open({str(reached)!r}, 'w').close()\n    time.sleep(1000)"
+    front.run(f"%%mesh --setup\nif os.path.exists({str(second)!r}):\n    {waiting}")
+    second.touch()
+    os.kill(front.pids()["rank 1"], signal.SIGKILL)
+    wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), 5, "the news of it")
+    healing = front.send("%mesh heal")
+    wait_until(reached.exists, 30, "the setup cell on the new rank")
+    front.interrupt()
+    front.wait(healing)
+    assert healing.status == "ok", healing.traceback
+    assert "was stopped, and the cells after it were not replayed" in healing.stdout
     assert front.run("rank").status == "ok"
