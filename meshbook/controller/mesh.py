@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import extensions, remote, reports, running, scattering
+from meshbook.controller import checkpoint_methods, extensions, remote, reports, running, scattering
 from meshbook.controller.console import Console
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.remote import RemoteValue
@@ -27,7 +27,7 @@ from meshbook.wire import messages
 P = ParamSpec("P")
 
 
-class Mesh:
+class Mesh(checkpoint_methods.CheckpointMethods):
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
     `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,
@@ -469,7 +469,8 @@ class Mesh:
         self._session.detach(orphan_ttl_s)
 
     def stop(self) -> None:
-        """Stop every rank and the supervisor. Waits until they have exited; does nothing if they have already."""
+        """Stop every rank and the supervisor, after checkpoints that are being written (up to a minute). Blocks."""
+        self._wait_for_saves()
         self._session.stop()
 
     def __enter__(self) -> Mesh:

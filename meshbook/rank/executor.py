@@ -21,6 +21,7 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.cells import tracebacks
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
@@ -50,7 +51,9 @@ class Executor:
         gate: InterruptGate,
         reporter: Reporter,
         crash_log: CrashLog,
+        checkpoints: CheckpointDoor,
     ) -> None:
+        self._checkpoints = checkpoints
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
@@ -62,6 +65,8 @@ class Executor:
             messages.SetNames: self._set_names,
             messages.DeleteNames: self._delete_names,
             messages.FormGroups: self._form_groups,
+            messages.SaveCheckpoint: self._save_checkpoint,
+            messages.RestoreCheckpoint: self._restore_checkpoint,
         }
 
     # ---- the loop
@@ -203,6 +208,15 @@ class Executor:
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
         return Outcome(status="ok", reply={"backend": backend})
+
+    def _save_checkpoint(self, command: messages.SaveCheckpoint) -> Outcome:
+        saved = self._runner.call(lambda: self._checkpoints.save(command))
+        return Outcome(status=saved.status, error=saved.error, reply=saved.result)
+
+    def _restore_checkpoint(self, command: messages.RestoreCheckpoint) -> Outcome:
+        restored = self._runner.call(lambda: self._checkpoints.restore(command))
+        bound = tuple(restored.result["bound"]) if restored.status == "ok" else ()
+        return Outcome(status=restored.status, error=restored.error, bound_names=bound)
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from meshbook.ids import CallId
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
@@ -35,6 +36,7 @@ class CallScheduler:
 
     Attributes:
         ends_on_error: ranks that wait in a collective for a rank that has left the call get an error.
+        end_listeners: called with the id and the outcomes of each call of a client that has ended.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class CallScheduler:
         self._monitoring, self._mesh_changed = monitoring, mesh_changed
         self._positions = PositionQueries(ranks, calls, groups)
         self.ends_on_error = True
+        self.end_listeners: list[Callable[[CallId, Parts], list[Effect]]] = []
 
     # ---- sending
 
@@ -186,10 +189,13 @@ class CallScheduler:
             items=call.output.finish(now, *notices),
         )
         self._monitoring.call_ended(call.id)
+        follow_ups = [effect for listener in self.end_listeners for effect in listener(call.id, parts)]
         ended_badly = call.is_sent and (call.is_holding or any(part.outcome.status != "ok" for part in parts))
         if call.is_main_thread and self._groups.status == "ready" and ended_badly:
-            return [SendToClient(call.client, finished), *self._positions.compare(call, now, self._continue)]
-        return [SendToClient(call.client, finished), *self._continue(now)]
+            following = self._positions.compare(call, now, self._continue)
+        else:
+            following = self._continue(now)
+        return [SendToClient(call.client, finished), *follow_ups, *following]
 
     def _continue(self, now: float) -> list[Effect]:
         """Do what waited for the end of a call, or of a comparison of positions."""

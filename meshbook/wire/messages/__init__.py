@@ -8,13 +8,14 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
-`monitoring` metrics and snapshots, `mesh_status` what subscribers get; `payloads`, `output` and `mesh` have what they
-are made of. This module says which role may send which message to which.
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints` all about checkpoints; `payloads`,
+`output` and `mesh` have what they are made of. This module says which role may send which message to which.
 """
 
 from __future__ import annotations
 
 from meshbook.wire.messages.actors import *
+from meshbook.wire.messages.checkpoints import *
 from meshbook.wire.messages.commands import *
 from meshbook.wire.messages.host_commands import *
 from meshbook.wire.messages.mesh import *
@@ -35,6 +36,8 @@ ClientCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -62,6 +65,8 @@ HostCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -76,6 +81,8 @@ HostCommand = (
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpointMetadata
+    | DropCheckpoint
     | EndCall
     | Exit
     | TakeSnapshots
@@ -88,6 +95,8 @@ RankCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -99,6 +108,8 @@ RankCommand = (
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpointMetadata
+    | DropCheckpoint
     | Interrupt
     | Exit
     | TakeSnapshots
@@ -113,6 +124,7 @@ RankReport = (
     | RankHeartbeat
     | ServiceFailed
     | RankSnapshotReply
+    | CheckpointWritten
 )
 HostReport = (
     HostReady
@@ -127,6 +139,7 @@ HostReport = (
     | CommandReply
     | SegmentsReleased
     | SnapshotReply
+    | CheckpointWritten
 )
 SupervisorReport = (
     Welcome
@@ -142,11 +155,23 @@ SupervisorReport = (
     | SegmentsReleased
     | SnapshotReply
     | MeshUpdate
+    | CheckpointCommitted
+    | CheckpointDiscarded
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
 
 
 # Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
-MAIN_THREAD_COMMANDS = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
+MAIN_THREAD_COMMANDS = (
+    FormGroups,
+    RunCell,
+    RunOps,
+    CallFunction,
+    Evaluate,
+    SetNames,
+    DeleteNames,
+    SaveCheckpoint,
+    RestoreCheckpoint,
+)
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors)
