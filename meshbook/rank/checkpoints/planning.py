@@ -6,7 +6,7 @@ ranks is written by each of them: under its own key by the lowest rank that has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshbook.errors import CheckpointError
 from meshbook.ids import name_ranks
-from meshbook.rank.checkpoints.exchange import Answer, Exchange
+from meshbook.rank.checkpoints.exchange import Exchange, attempt
 from meshbook.rank.checkpoints.fingerprints import fingerprint_tensor, fingerprint_value, serialize
 from meshbook.rank.checkpoints.named_state import NamedState, Path, key_of
 from meshbook.wire.messages import SavedName
@@ -98,16 +98,24 @@ def find_own_keys(rank: int, summaries: list[Summary]) -> tuple[dict[Path, Path]
     return renamed, differing
 
 
-def plan_save(
-    states: list[NamedState], serialized: dict[Path, bytes], exchange: Exchange, writer: FileSystemWriter
-) -> LocalPart:
+def plan_save(read_states: Callable[[], list[NamedState]], exchange: Exchange, writer: FileSystemWriter) -> LocalPart:
     """Plan a save together with all ranks. Starts collectives.
+
+    Args:
+        read_states: reads what is to be saved; what it raises on one rank is raised on all.
 
     Raises:
         CheckpointError: it cannot be saved; all ranks raise it.
     """
-    summary = summarize(states, serialized, is_alone=exchange.world_size == 1)
-    summaries = exchange.all_gather(Answer(summary))
+    states: list[NamedState] = []
+    serialized: dict[Path, bytes] = {}
+
+    def read() -> Summary:
+        states.extend(read_states())
+        serialized.update(serialize_values(states))
+        return summarize(states, serialized, is_alone=exchange.world_size == 1)
+
+    summaries = exchange.all_gather(attempt(read))
     renamed, differing = find_own_keys(exchange.rank, summaries)
     tensors: dict[Path, Any] = {}
     values: dict[Path, bytes] = {}

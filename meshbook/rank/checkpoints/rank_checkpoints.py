@@ -19,7 +19,7 @@ import torch
 from meshbook.clock import perf_counter
 from meshbook.ids import CallId
 from meshbook.rank.checkpoints import planning, restoring, writing
-from meshbook.rank.checkpoints.exchange import Answer, Exchange, SoloExchange, attempt
+from meshbook.rank.checkpoints.exchange import Exchange, SoloExchange
 from meshbook.rank.checkpoints.named_state import NamedState, read_state
 from meshbook.rank.checkpoints.staging import StagingBuffers
 from meshbook.wire import checkpoint_folders, messages, processes
@@ -92,12 +92,8 @@ class RankCheckpoints:
 
     def _stage_and_write(self, save: _Save) -> int:
         exchange = Exchange(self._rank, self._world_size)
-        prepared = attempt(lambda: self._prepare(save))
-        exchange.all_gather(Answer(True, prepared.error))
-        assert prepared.value is not None
-        states, serialized = prepared.value
         writer, files = writing.make_writer(save.folder, lambda: save.is_dropped)
-        part = save.part = planning.plan_save(states, serialized, exchange, writer)
+        part = save.part = planning.plan_save(lambda: self._read_states(save), exchange, writer)
         staged = self._buffers.stage(part.plan, part.tensors, part.values)
         save.part = part._replace(tensors={}, values={})
         self._last = save
@@ -106,21 +102,21 @@ class RankCheckpoints:
             try:
                 if self._rank == 0:
                     checkpoint_folders.remove_leftovers(save.command.path, tuple(self._saves))
-                writing.write_part(writer, part.plan, staged, save.folder, self._rank)
+                writing.write_part(files, part.plan, staged, save.folder, self._rank)
             finally:
                 save.written.set()
 
         self._start(save, write, files)
         return staged.num_bytes
 
-    def _prepare(self, save: _Save) -> tuple[list[NamedState], dict[Any, bytes]]:
+    def _read_states(self, save: _Save) -> list[NamedState]:
+        """Read what is to be saved; on rank 0, make the folder that all write to."""
         command = save.command
         states = [read_state(name, self._namespace) for name in command.names]
-        serialized = planning.serialize_values(states)
         if self._rank == 0:
             owner = processes.identify(os.getpid())
             checkpoint_folders.begin(command.path, command.call, command.step, owner, overwrite=command.overwrite)
-        return states, serialized
+        return states
 
     def restore(self, command: messages.RestoreCheckpoint) -> dict[str, Any]:
         """Load a checkpoint into names of the namespace, together with all ranks. Blocks.
