@@ -230,10 +230,10 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
     path = folder.parent
     check_sizes(CheckpointEntry(folder, manifest))
     try:
-        (folder / _OWNER).unlink(missing_ok=True)
         _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         _sync_folder(folder)
         final = _rename(folder, path, manifest.step, overwrite=overwrite)
+        (final / _OWNER).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be committed: {error}") from error
     return final
