@@ -231,15 +231,15 @@ class Restore:
 def _saved_state(saved: SavedName, metadata: Metadata) -> SavedState:
     state = SavedState(saved)
     for key, path in metadata.planner_data.items():
-        if path[0] != saved.name:
-            continue
         found = _RANK_SUFFIX.search(path[-1])
-        if found is None:
+        base = path if found is None else (*path[:-1], path[-1][: found.start()])
+        if base[0] != saved.name:
+            continue
+        if found is not None:
+            state.variants.setdefault(base, {})[int(found[1])] = key
+        else:
             entry = metadata.state_dict_metadata[key]
             state.entries[path] = entry if isinstance(entry, TensorStorageMetadata) else None
-        else:
-            base = (*path[:-1], path[-1][: found.start()])
-            state.variants.setdefault(base, {})[int(found[1])] = key
     return state
 
 
