@@ -26,6 +26,14 @@ from meshbook.wire.stop_timing import ABANDON_AFTER_S, HOLD_COMMANDS_S
 
 # Ranks up to which a call's end reports each one's seconds.
 _MAX_RANKS_WITH_SECONDS = 64
+# Commands that may start collectives.
+_USES_GROUPS = (
+    messages.RunCell,
+    messages.CallFunction,
+    messages.RunOps,
+    messages.SaveCheckpoint,
+    messages.RestoreCheckpoint,
+)
 
 
 class CallScheduler:
@@ -79,7 +87,7 @@ class CallScheduler:
             call.deferred = send
             return []
         forming: list[Effect] = []
-        if self._groups.has_failed and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
+        if self._groups.has_failed and isinstance(command, _USES_GROUPS):
             call.deferred = send  # so that it does not count as busy
             self._groups.has_failed = False
             forming = self._reform_groups(now)  # sent before it

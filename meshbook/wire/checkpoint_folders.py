@@ -69,8 +69,10 @@ def list_checkpoints(path: str | Path) -> list[CheckpointEntry]:
     for name in names:
         if f"{name}{_NEW}" in names:  # it is being replaced
             continue
-        with contextlib.suppress(FileNotFoundError):  # a `.new` that has just taken its final name is listed under that
-            entries.append(CheckpointEntry(Path(path) / name, read_manifest(Path(path) / name)))
+        for shown in (name, name.removesuffix(_NEW)):  # a `.new` may just have taken its final name
+            with contextlib.suppress(FileNotFoundError):
+                entries.append(CheckpointEntry(Path(path) / shown, read_manifest(Path(path) / shown)))
+                break
     return sorted(entries, key=lambda entry: entry.manifest.saved_at)
 
 
@@ -241,9 +243,7 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
 
 def _rename(folder: Path, path: Path, step: int | None, *, overwrite: bool) -> Path:
     if step is None:
-        numbers = [int(name[5:9]) for name in os.listdir(path) if re.fullmatch(r"save-\d{4}", name)]
-        final = path / f"save-{max(numbers, default=0) + 1:04}"
-        os.rename(folder, final)  # onto a folder that is not empty it fails
+        final = _rename_to_next(folder, path)
     else:
         if not overwrite:
             _check_free(path, step)
@@ -257,6 +257,20 @@ def _rename(folder: Path, path: Path, step: int | None, *, overwrite: bool) -> P
             os.rename(folder, final)
     _sync_folder(path)
     return final
+
+
+def _rename_to_next(folder: Path, path: Path) -> Path:
+    """Give a save the next free number. Another mesh may save to the same path."""
+    while True:
+        numbers = [int(name.removeprefix("save-")) for name in os.listdir(path) if re.fullmatch(r"save-\d{4,}", name)]
+        final = path / f"save-{max(numbers, default=0) + 1:04}"
+        try:
+            os.rename(folder, final)  # onto a folder that is not empty it fails
+        except OSError:
+            if not final.exists():
+                raise
+        else:
+            return final
 
 
 def _finish_replacement(path: Path, name: str) -> None:

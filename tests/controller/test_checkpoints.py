@@ -252,10 +252,10 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks_and_leaves_no_folder(
 def test_wrong_calls_say_what_is_right(mesh: Mesh, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="which names"):
         mesh.checkpoint(tmp_path)
+    mesh.run("w = torch.ones(3)")
     with pytest.raises(UsageError, match="as strings, and not a RemoteTensor"):
-        mesh.run("w = torch.ones(3)")
         mesh.checkpoint(tmp_path, mesh["w"])
-    with pytest.raises(UsageError, match="'model.weight' is not a name"):
+    with pytest.raises(UsageError, match="'model\\.weight' is not a name"):
         mesh.checkpoint(tmp_path, "model.weight")
     with pytest.raises(UsageError, match="a name is there twice"):
         mesh.checkpoint(tmp_path, "a", "a")
@@ -277,9 +277,7 @@ def test_wrong_calls_say_what_is_right(mesh: Mesh, tmp_path: Path) -> None:
         ),
         (
             "model = torch.nn.Sequential(*build(9), torch.nn.Linear(4, 4))",
-            [
-                "missing in the checkpoint: model.3.bias; model.3.weight|missing in the checkpoint: model.3.weight; model.3"
-            ],
+            ["missing in the checkpoint: model.3.weight; model.3.bias"],
         ),
         ("model = build(9)[:2]", ["in the checkpoint only: model.2.bias; model.2.weight"]),
         ("model = build(9).double()", ["model.0.weight is torch.float64 here and torch.float32 in the checkpoint"]),
@@ -287,7 +285,7 @@ def test_wrong_calls_say_what_is_right(mesh: Mesh, tmp_path: Path) -> None:
         ("del model", ["`model`: no such name is bound here; run the cell that makes the module"]),
         ("opt = torch.optim.AdamW(list(model.parameters())[:2])", ["opt: 2.bias", "opt: 2.weight"]),
         (
-            "opt = torch.optim.AdamW([{'params': list(model.parameters())[:2]}, {'params': list(model.parameters())[2:]}])",
+            "p = list(model.parameters())\nopt = torch.optim.AdamW([{'params': p[:2]}, {'params': p[2:]}])",
             ["opt has its parameters in other groups: groups of [2, 4] here and of [6] there"],
         ),
     ],
@@ -296,12 +294,15 @@ def test_another_structure_is_listed_and_nothing_is_changed(
     mesh: Mesh, saved: tuple[Path, dict[str, torch.Tensor], float], source: str, complaints: list[str]
 ) -> None:
     mesh.run(MODEL + PLAIN.format(seed=9, lr=0.7) + "\nother = 5\n" + source)
-    held = "{name: whole(each) for name, each in model.state_dict().items()} if hasattr(globals().get('model'), 'state_dict') else 0"
+    held = (
+        "{name: whole(each) for name, each in model.state_dict().items()}"
+        " if isinstance(globals().get('model'), torch.nn.Module) else 0"
+    )
     before = same(mesh, held)
     with pytest.raises(CheckpointError, match="nothing was changed") as raised:
         mesh.restore(saved[0])
     for complaint in complaints:
-        assert any(each in str(raised.value) for each in complaint.split("|")), str(raised.value)
+        assert complaint in str(raised.value)
     assert are_equal(same(mesh, held), before)
     assert same(mesh, "(len(opt.state), opt.param_groups[0]['lr'])")[0] == 0
 
@@ -333,7 +334,7 @@ def test_a_damaged_checkpoint_is_found_out_before_anything_is_changed(mesh: Mesh
             file.unlink()
         case _:
             file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="restore another checkpoint|cannot be read by torch"):
+    with pytest.raises(CheckpointError, match=r"restore another checkpoint|cannot be read by torch"):
         mesh.restore(tmp_path / "run")
     assert are_equal(same(mesh, "state()"), before)
 
@@ -484,7 +485,7 @@ def test_a_disk_that_takes_no_more_ends_the_save_with_its_reason(mesh: Mesh, tmp
         "x = torch.ones(4)"
     )
     try:
-        with pytest.raises(CheckpointError, match="rank 3: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=r"rank 3: .*No space left on device"):
             mesh.checkpoint(tmp_path / "run", "x", step=1, asynchronous=False)
     finally:
         mesh.run(LET_GO)

@@ -96,7 +96,6 @@ class RankCheckpoints:
         part = save.part = planning.plan_save(lambda: self._read_states(save), exchange, writer)
         staged = self._buffers.stage(part.plan, part.tensors, part.values)
         save.part = part._replace(tensors={}, values={})
-        self._last = save
 
         def write() -> None:
             try:
@@ -107,6 +106,7 @@ class RankCheckpoints:
                 save.written.set()
 
         self._start(save, write, files)
+        self._last = save
         return staged.num_bytes
 
     def _read_states(self, save: _Save) -> list[NamedState]:
@@ -150,7 +150,10 @@ class RankCheckpoints:
         writer, files = writing.make_writer(save.folder, lambda: save.is_dropped)
         metadata = save.part.metadata
         write = lambda: writing.write_metadata(writer, metadata, save.folder, self._world_size)  # noqa: E731
-        self._start(save, write, files, is_metadata=True)
+        try:
+            self._start(save, write, files, is_metadata=True)
+        except RuntimeError as error:  # the process cannot start more threads
+            self._report_failure(save, error)
 
     def drop(self, save_id: CallId) -> None:
         """A save has ended: a thread that still writes for it ends with its next write."""
@@ -168,9 +171,7 @@ class RankCheckpoints:
                 write()
             except BaseException as error:
                 if not save.is_dropped:
-                    text = str(error) or type(error).__name__
-                    call, generation = save.command.call, save.generation
-                    self._report(CheckpointWritten(rank=self._rank, save=call, generation=generation, error=text))
+                    self._report_failure(save, error)
                 return
             self._report(
                 CheckpointWritten(
@@ -185,3 +186,7 @@ class RankCheckpoints:
             )
 
         threading.Thread(target=run, name="meshbook-checkpoint", daemon=True).start()
+
+    def _report_failure(self, save: _Save, error: BaseException) -> None:
+        text, call = str(error) or type(error).__name__, save.command.call
+        self._report(CheckpointWritten(rank=self._rank, save=call, generation=save.generation, error=text))

@@ -28,6 +28,7 @@ from meshbook.wire.messages import SavedName
 
 _RANK_SUFFIX = re.compile(r"@rank(\d+)$")
 _MAX_LISTED = 8
+_DIFFERENT = "different on each rank"
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Restore:
         if state.saved.kind == "rng":
             differing.append(name)
         return [
-            Problem("different on each rank", f"{key} was saved by {before} ranks, and here are {self._world_size}")
+            Problem(_DIFFERENT, f"{key} was saved by {before} ranks, and here are {self._world_size}")
             for key in differing
         ]
 
@@ -172,7 +173,7 @@ class Restore:
         for path, each in variants.items():
             if not all(_are_equal(loaded[each[0]], loaded[key]) for key in each[1:]):
                 text = f"{key_of(path)} was saved by {self._entry.manifest.world_size} ranks, and here are"
-                problems.append(Problem("different on each rank", f"{text} {self._world_size}"))
+                problems.append(Problem(_DIFFERENT, f"{text} {self._world_size}"))
         for key, (target, path) in keys.items():
             target.values[path] = loaded[key]
         for target in self._targets:
@@ -264,4 +265,6 @@ def _describe(problems: list[Problem]) -> str:
     for category, found in texts.items():
         more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         lines.append(f"  {category}: {'; '.join(found[:_MAX_LISTED])}{more}")
+    if _DIFFERENT in texts:
+        lines.append("  What differs on each rank goes back to as many ranks only: restore the others by their names.")
     return "\n".join(lines)
