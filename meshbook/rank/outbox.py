@@ -31,3 +31,8 @@ class Outbox:
         while not self._reports.empty():
             found.append(self._reports.get())
         return found
+
+    def close(self) -> None:
+        """Close the descriptors. Nothing may be put any more."""
+        os.close(self.fd)
+        os.close(self._write_fd)
