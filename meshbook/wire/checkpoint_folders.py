@@ -28,6 +28,7 @@ FORMAT = 1
 MANIFEST = "meshbook.json"
 SAVING_PREFIX = ".saving-"
 _REPLACED_PREFIX = ".replaced-"
+_DISCARDED_PREFIX = ".discarded-"
 _OWNER = "owner.json"  # in a folder that is being saved: the process that made it
 _NEW = ".new"
 _NAME = re.compile(r"(?:step-\d{8,}|save-\d{4,})(?:\.new)?")
@@ -203,8 +204,8 @@ def remove_leftovers(path: str, own_saves: Collection[str]) -> None:
             folder = Path(path) / name
             if name.startswith(SAVING_PREFIX):
                 if name.removeprefix(SAVING_PREFIX) not in own_saves and _is_dead(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-            elif name.startswith(_REPLACED_PREFIX):
+                    discard(folder)
+            elif name.startswith((_REPLACED_PREFIX, _DISCARDED_PREFIX)):
                 shutil.rmtree(folder, ignore_errors=True)
             elif name.endswith(_NEW) and _NAME.fullmatch(name):
                 _finish_replacement(Path(path), name.removesuffix(_NEW))
@@ -287,8 +288,14 @@ def _finish_replacement(path: Path, name: str) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder of a save that is not to be. Blocks; raises nothing: the next save removes what is left."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder of a save that is not to be. Blocks; raises nothing: the next save removes what is left.
+
+    It gets another name first: a rank that still writes could put a file into a folder that is half removed.
+    """
+    discarded = folder.with_name(folder.name.replace(SAVING_PREFIX, _DISCARDED_PREFIX, 1))
+    with contextlib.suppress(OSError):
+        os.rename(folder, discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _write_durably(file: Path, data: bytes) -> None:

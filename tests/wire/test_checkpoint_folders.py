@@ -175,3 +175,24 @@ def test_left_overs_of_dead_processes_are_removed_and_those_of_living_ones_stay(
     folders.remove_leftovers(path, ["own-1"])
     there = [folder.exists() for folder in (dead, other, own, forgotten, committed)]
     assert there == [False, True, True, False, True]
+
+
+def test_a_rank_that_still_writes_cannot_put_a_file_into_a_discarded_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders.begin(str(tmp_path), "a-1", 1, identify(os.getpid()), overwrite=False)
+    late = folder / "__1_0.distcp"
+    unlink, errors = os.unlink, []
+
+    def write_late(*arguments: object, **options: object) -> None:
+        unlink(*arguments, **options)  # type: ignore[arg-type]
+        try:
+            late.touch()
+        except FileNotFoundError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(os, "unlink", write_late)
+    folders.discard(folder)
+    monkeypatch.undo()
+    assert len(errors) == 1
+    assert os.listdir(tmp_path) == []
