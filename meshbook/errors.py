@@ -58,6 +58,10 @@ class ValuesDiffer(MeshbookError, ValueError):
     """One value was requested, and the ranks hold different ones."""
 
 
+class CheckpointError(MeshbookError):
+    """A checkpoint cannot be saved, or not be restored as requested. What was there before is unchanged."""
+
+
 class UsageError(MeshbookError, ValueError):
     """A magic, command or call was used incorrectly; the message shows the correct form."""
 

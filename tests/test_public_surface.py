@@ -30,6 +30,7 @@ PUBLIC = {
 ERRORS = {
     "CellError",
     "CellInterrupted",
+    "CheckpointError",
     "CollectiveAborted",
     "Failure",
     "HealError",
@@ -73,6 +74,10 @@ MESH = {
     "pull",
     "push",
     "scatter",
+    # checkpoints of what is on it
+    "checkpoint",
+    "checkpoints",
+    "restore",
     # tensors and actors on it
     "activate",
     "actors",

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
 from meshbook.controller import extensions, healing, remote, running, scattering
+from meshbook.controller.checkpoint_methods import CheckpointMethods
 from meshbook.controller.console import Console
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.healed import Healed
-from meshbook.controller.mesh_inspection import MeshInspection
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
@@ -25,7 +25,7 @@ from meshbook.mesh_axes import MeshAxes, Slice
 P = ParamSpec("P")
 
 
-class Mesh(MeshInspection):
+class Mesh(CheckpointMethods):
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
     `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,
@@ -381,7 +381,8 @@ class Mesh(MeshInspection):
         self._session.detach(orphan_ttl_s)
 
     def stop(self) -> None:
-        """Stop every rank and the supervisor. Waits until they have exited; does nothing if they have already."""
+        """Stop every rank and the supervisor, after checkpoints that are being written (up to a minute). Blocks."""
+        self._wait_for_saves()
         self._session.stop()
 
     def __enter__(self) -> Mesh:

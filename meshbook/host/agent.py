@@ -42,6 +42,8 @@ _FORWARDED = (
     messages.HoldCollectives,
     messages.ResumeCollectives,
     messages.RanksLeft,
+    messages.WriteCheckpointMetadata,
+    messages.DropCheckpoint,
 )
 # Commands that service threads answer.
 _QUERIES = (messages.Complete, messages.Inspect, messages.PreviewNames, messages.OpenActors, messages.QueryPositions)
@@ -213,6 +215,8 @@ class HostAgent:
                 self._carry_out([*ledger.calls.flush_before_prompt(call, now), do.SendReport(request)])
             case messages.RankSnapshotReply():
                 self._snapshots.reply_received(message)
+            case messages.CheckpointWritten():
+                self._report(message)
             case messages.RankExiting():
                 self._carry_out(ledger.ranks[message.rank].to_service(codec.encode_body(messages.Exit())))
             case messages.ServiceFailed():

@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,10 @@ from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_tabl
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.kernel import checkpoint_commands as checkpoints
 from meshbook.kernel.history import show_history, show_logs
+from meshbook.kernel.magic_command import MagicCommand
+from meshbook.kernel.magic_command import argument as _argument
 from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
@@ -34,27 +36,6 @@ from meshbook.selections import parse_axes, parse_selection
 from meshbook.wire import keys
 
 _MAX_NAMES_LISTED = 20
-
-
-@dataclass(frozen=True)
-class MagicCommand:
-    """One command of `%mesh`.
-
-    Attributes:
-        usage: the syntax of the complete line.
-        summary: what it does, in one sentence.
-        run: runs it with the parsed options; what it returns is the cell's value.
-        arguments: names and options of its arguments, as `ArgumentParser.add_argument` takes them.
-        details: what its options mean.
-        complete: returns completions for its first argument.
-    """
-
-    usage: str
-    summary: str
-    run: Callable[[Notebook, argparse.Namespace], Any]
-    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
-    details: str = ""
-    complete: Callable[[Notebook], Iterable[str]] = lambda notebook: ()
 
 
 # ---- starting, choosing and leaving meshes
@@ -327,13 +308,10 @@ def _mesh_names(notebook: Notebook) -> Iterable[str]:
     return ()
 
 
-def _argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, options
-
-
 _NAME = _argument("name", nargs="?")
 _RANKS = _argument("ranks", nargs="*")
 _TTL = _argument("--ttl", type=float)
+_PATH, _STEP, _NAMES = _argument("path"), _argument("--step", type=int), _argument("names", nargs="*")
 _MESH = (
     _argument("-n", dest="count", metavar="N"),
     _argument("--axes"),
@@ -484,6 +462,35 @@ COMMANDS = {
         (_argument("what"), _argument("--rank", type=int)),
         "--rank: this rank's alone, as it is.",
         complete=_mesh_names,
+    ),
+    "checkpoint": MagicCommand(
+        "%mesh checkpoint PATH NAME [NAME ...] [--step N] [--wait] [--overwrite]",
+        "Save names of the ranks in a folder below PATH.",
+        lambda notebook, options: checkpoints.checkpoint(mesh_named(notebook), options),
+        (
+            _PATH,
+            _NAMES,
+            _STEP,
+            _argument("--wait", action="store_true"),
+            _argument("--overwrite", action="store_true"),
+        ),
+        "Modules, optimizers, tensors, values; the name rng: random numbers. --wait: until it is committed. "
+        "--overwrite: replace the checkpoint of this step.",
+        complete=lambda notebook: checkpoints.folders(),
+    ),
+    "checkpoints": MagicCommand(
+        "%mesh checkpoints PATH",
+        "The checkpoints that are below PATH.",
+        lambda notebook, options: checkpoints.list_checkpoints(mesh_named(notebook), options),
+        (_PATH,),
+        complete=lambda notebook: checkpoints.folders(),
+    ),
+    "restore": MagicCommand(
+        "%mesh restore PATH [NAME ...] [--step N]",
+        "Load the last checkpoint below PATH, or that of a step, into its names.",
+        lambda notebook, options: checkpoints.restore(mesh_named(notebook), options),
+        (_PATH, _NAMES, _STEP),
+        complete=lambda notebook: checkpoints.folders(),
     ),
     "doctor": MagicCommand("%mesh doctor", "What this machine lacks, and how to get it.", _doctor),
 }

@@ -121,7 +121,7 @@ def _run_line(notebook: Notebook, line: str) -> Any:
     parser = _RaisingParser(f"%mesh {word}", command.usage)
     for names, options in command.arguments:
         parser.add_argument(*names, **options)
-    return command.run(notebook, parser.parse_args(rest))
+    return command.run(notebook, parser.parse_intermixed_args(rest))
 
 
 def _split_line(line: str) -> list[str]:

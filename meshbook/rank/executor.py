@@ -21,6 +21,7 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.cells import tracebacks
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.healing.replay import replay_cells
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
@@ -51,7 +52,9 @@ class Executor:
         gate: InterruptGate,
         reporter: Reporter,
         crash_log: CrashLog,
+        checkpoints: CheckpointDoor,
     ) -> None:
+        self._checkpoints = checkpoints
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
@@ -65,6 +68,8 @@ class Executor:
             messages.FormGroups: self._form_groups,
             messages.ReplayCells: self._replay_cells,
             messages.ShareState: self._share_state,
+            messages.SaveCheckpoint: self._save_checkpoint,
+            messages.RestoreCheckpoint: self._restore_checkpoint,
         }
 
     # ---- the loop
@@ -223,6 +228,15 @@ class Executor:
         return Outcome(
             status="ok", reply=shared.result, bound_names=tuple(name for name in bound if name.isidentifier())
         )
+
+    def _save_checkpoint(self, command: messages.SaveCheckpoint) -> Outcome:
+        saved = self._runner.call(lambda: self._checkpoints.save(command))
+        return Outcome(status=saved.status, error=saved.error, reply=saved.result)
+
+    def _restore_checkpoint(self, command: messages.RestoreCheckpoint) -> Outcome:
+        restored = self._runner.call(lambda: self._checkpoints.restore(command))
+        bound = tuple(restored.result["bound"]) if restored.status == "ok" else ()
+        return Outcome(status=restored.status, error=restored.error, bound_names=bound)
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)

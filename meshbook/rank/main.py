@@ -29,6 +29,7 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.cells.user_input import InputRequester
+from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.device import choose_device
 from meshbook.rank.executor import Executor
 from meshbook.rank.interrupt import InterruptGate
@@ -70,8 +71,19 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     objects = RankObjects(rank, device, shell.user_ns, state, groups, defer_interrupts=gate.defer_interrupts)
     user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
     shell.terminal.request_input = user_input.request
+    checkpoints = CheckpointDoor(rank, config.world_size, device, shell.user_ns, groups)
     executor = Executor(
-        rank, state, shell, runner, groups, objects, output=output, gate=gate, reporter=reporter, crash_log=crash_log
+        rank,
+        state,
+        shell,
+        runner,
+        groups,
+        objects,
+        output=output,
+        gate=gate,
+        reporter=reporter,
+        crash_log=crash_log,
+        checkpoints=checkpoints,
     )
     snapshotter = Snapshotter(
         rank,
@@ -95,6 +107,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         query_handlers=make_query_handlers(shell, groups, objects, device),
         interrupt_call=gate.interrupt_call,
         running_file=running_file,
+        checkpoints=checkpoints,
     )
     ready = messages.RankReady(rank=rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)

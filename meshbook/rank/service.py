@@ -23,6 +23,7 @@ from meshbook.clock import monotonic
 from meshbook.ids import CallId
 from meshbook.rank import actor_hooks, scalars
 from meshbook.rank.call_state import CallState
+from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.device import select_device
 from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.objects import RankObjects
@@ -68,6 +69,7 @@ class Service:
         query_handlers: Mapping[type, Callable[[Any], Any]],
         interrupt_call: Callable[[CallId], None],
         running_file: Callable[[], str | None],
+        checkpoints: CheckpointDoor,
     ) -> None:
         """
         Args:
@@ -79,6 +81,7 @@ class Service:
         self._groups, self._objects = groups, objects
         self._output, self._reporter, self._snapshotter = output, reporter, snapshotter
         self._query_handlers, self._interrupt_call, self._running_file = query_handlers, interrupt_call, running_file
+        self._checkpoints = checkpoints
         self.thread: threading.Thread | None = None
         self._main_thread = MainThreadProbe(threading.get_ident())
         log = scalars.ScalarLog()
@@ -105,8 +108,14 @@ class Service:
         self._loop.watch_socket(self._socket, self._on_command)
         for fd in self._output.poll_fds():
             self._loop.watch_fd(fd, self._on_output_ready)
+        self._loop.watch_fd(self._checkpoints.outbox.fd, self._send_checkpoint_reports)
         self._schedule_heartbeat(0.0)
         self._loop.run()
+
+    def _send_checkpoint_reports(self) -> None:
+        self._activity = "reporting a checkpoint"
+        for report in self._checkpoints.outbox.drain():
+            self._send(report)
 
     def _send(self, report: messages.RankReport) -> None:
         self._socket.send_multipart(codec.encode(report))
@@ -198,6 +207,10 @@ class Service:
                     self._objects.drop_client(client)
             case messages.TakeSnapshots():
                 self._send_snapshot(command)
+            case messages.WriteCheckpointMetadata(save=save):
+                self._checkpoints.write_metadata(save)
+            case messages.DropCheckpoint(save=save):
+                self._checkpoints.drop(save)
             case messages.Exit() if self._is_exiting:
                 self._exit_confirmed.set()
             case messages.Exit():

@@ -28,6 +28,7 @@ from meshbook.host.agent import HostAgent
 from meshbook.supervisor import effects, logfile
 from meshbook.supervisor.client_processes import ClientProcesses
 from meshbook.supervisor.clients import ORPHAN_TTL_S
+from meshbook.supervisor.committing import CheckpointCommitter
 from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.supervisor.state import MeshState
 from meshbook.supervisor.store import StoreServer
@@ -72,6 +73,7 @@ class Driver:
         self._agent: HostAgent | None = HostAgent(
             self._loop, self._context, folder, token, 0, lambda report: self._on_host_report(0, report)
         )
+        self._committer = CheckpointCommitter(self._loop, self._state.saves.commit_ended, self._apply_effects)
         self._engine: HostEngine | None = None
         self._host_socket: zmq.Socket[bytes] | None = None
         self._authenticated_hosts: set[bytes] = set()
@@ -87,8 +89,7 @@ class Driver:
         server_key = None
         if address is not None:
             public, secret = keys.new_curve_keys()
-            socket.curve_server = True
-            socket.curve_secretkey, socket.curve_publickey = secret, public
+            socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, secret, public
             server_key = public.decode()
         try:
             socket.bind(address or f"ipc://{self._folder}/control.sock")
@@ -218,8 +219,7 @@ class Driver:
         engine = self._engine = ENGINES[spec.engine]()
         assert self._agent is not None
         if engine.runs_in_process(spec.num_hosts):
-            ready = messages.HostReady(host=0, hostname=self._agent.hostname, pid=os.getpid(), token="")
-            self._on_host_report(0, ready)
+            self._on_host_report(0, messages.HostReady(host=0, hostname=self._agent.hostname, pid=os.getpid()))
             return
         self._agent.stop(0.0, lambda: None)
         self._agent.close()
@@ -236,9 +236,9 @@ class Driver:
 
     def _on_host_message(self, frames: list[bytes]) -> None:
         identity = frames[0]
-        is_authenticated = identity in self._authenticated_hosts
+        decoder = codec.host_reports if identity in self._authenticated_hosts else codec.host_hellos
         try:
-            report = (codec.host_reports if is_authenticated else codec.host_hellos).decode(frames[1:])
+            report = decoder.decode(frames[1:])
         except (VersionMismatch, ProtocolError) as error:
             self._rejections.warning("a message from host %r was refused: %s", identity[:16], error)
             return
@@ -267,8 +267,7 @@ class Driver:
                 case effects.SendToClient(client=client, message=message):
                     if isinstance(message, messages.MeshReady):
                         self._record_ranks_started()
-                    receiver = self._receivers.get(client or "")
-                    if receiver is not None:
+                    if (receiver := self._receivers.get(client or "")) is not None:
                         self._send(receiver, message)
                 case effects.SendToHosts(hosts=hosts, message=message, body=body):
                     body = body or codec.encode_body(message)
@@ -286,6 +285,8 @@ class Driver:
                         self._on_host_report(0, messages.HostFailed(host=0, reason=str(error)))
                 case effects.SetTimer(name=name, delay_s=delay_s):
                     self._loop.call_later(delay_s, functools.partial(self._on_timer, name))
+                case effects.CommitCheckpoint() | effects.RemoveCheckpoint():
+                    self._committer.submit(effect)
                 case effects.Shutdown(reason=reason):
                     self._shut_down(reason)
 
@@ -331,6 +332,7 @@ class Driver:
 
     def _finish_shutdown(self, reason: str) -> None:
         """Clean up after the exit of all ranks. MeshStopped is sent last, so that clients can rely on it."""
+        self._committer.close()
         if self._agent is not None:
             self._agent.close()
         keys.remove_folder(self._folder)

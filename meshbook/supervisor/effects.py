@@ -30,8 +30,21 @@ class SetTimer(Struct, frozen=True):
     delay_s: float
 
 
+class CommitCheckpoint(Struct, frozen=True):
+    """Make a save's folder a checkpoint, then call `MeshState.checkpoint_committed`."""
+
+    command: messages.SaveCheckpoint
+    manifest: messages.CheckpointManifest
+
+
+class RemoveCheckpoint(Struct, frozen=True):
+    """Remove the folder of a save that was discarded."""
+
+    command: messages.SaveCheckpoint
+
+
 class Shutdown(Struct, frozen=True):
     reason: str
 
 
-Effect = SendToClient | SendToHosts | StartHosts | SetTimer | Shutdown
+Effect = SendToClient | SendToHosts | StartHosts | SetTimer | CommitCheckpoint | RemoveCheckpoint | Shutdown

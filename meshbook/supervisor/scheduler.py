@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.ids import Ranks
+from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
@@ -26,6 +26,14 @@ from meshbook.wire.stop_timing import ABANDON_AFTER_S, HOLD_COMMANDS_S
 
 # Ranks up to which a call's end reports each one's seconds.
 _MAX_RANKS_WITH_SECONDS = 64
+# Commands that may start collectives.
+_USES_GROUPS = (
+    messages.RunCell,
+    messages.CallFunction,
+    messages.RunOps,
+    messages.SaveCheckpoint,
+    messages.RestoreCheckpoint,
+)
 
 
 class CallScheduler:
@@ -37,6 +45,7 @@ class CallScheduler:
     Attributes:
         ends_on_error: ranks that wait in a collective for a rank that has left the call get an error.
         is_held: clients' calls wait, because ranks are being replaced.
+        end_listeners: called with the id and the outcomes of each call of a client that has ended.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class CallScheduler:
         self._positions = PositionQueries(ranks, calls, groups)
         self.ends_on_error = True
         self.is_held = False
+        self.end_listeners: list[Callable[[CallId, Parts], list[Effect]]] = []
 
     # ---- sending
 
@@ -79,7 +89,7 @@ class CallScheduler:
             call.deferred = send
             return []
         forming: list[Effect] = []
-        if self._groups.has_failed and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
+        if self._groups.has_failed and isinstance(command, _USES_GROUPS):
             call.deferred = send  # so that it does not count as busy
             self._groups.has_failed = False
             forming = self._reform_groups(now)  # sent before it
@@ -205,10 +215,13 @@ class CallScheduler:
             items=call.output.finish(now, *notices),
         )
         self._monitoring.call_ended(call.id)
+        follow_ups = [effect for listener in self.end_listeners for effect in listener(call.id, parts)]
         ended_badly = call.is_sent and (call.is_holding or any(part.outcome.status != "ok" for part in parts))
         if call.is_main_thread and self._groups.status == "ready" and ended_badly:
-            return [SendToClient(call.client, finished), *self._positions.compare(call, now, self._continue)]
-        return [SendToClient(call.client, finished), *self._continue(now)]
+            following = self._positions.compare(call, now, self._continue)
+        else:
+            following = self._continue(now)
+        return [SendToClient(call.client, finished), *follow_ups, *following]
 
     def _continue(self, now: float) -> list[Effect]:
         """Do what waited for the end of a call, or of a comparison of positions."""

@@ -6,7 +6,7 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `past_cells`, `monitoring`.
+`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `healing`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.supervisor.call_table import CallTable
+from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
 from meshbook.supervisor.group_state import GroupState
@@ -32,7 +33,11 @@ from meshbook.wire.messages import MeshInfo
 
 
 class MeshState:
-    """The state machine of one mesh. The driver passes events in and applies the returned effects."""
+    """The state machine of one mesh. The driver passes events in and applies the returned effects.
+
+    Attributes:
+        saves: checkpoints that are being saved; the driver reports the ends of commits to it.
+    """
 
     def __init__(
         self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store_address: str = ""
@@ -55,6 +60,8 @@ class MeshState:
         )
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
         self._healing = Healing(self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.info)
+        self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
+        self._scheduler.end_listeners.append(self.saves.call_ended)
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -89,6 +96,7 @@ class MeshState:
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
+            messages.CheckpointWritten: self.saves.written,
         }
 
     # ---- inputs
@@ -215,6 +223,8 @@ class MeshState:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
         if isinstance(command, messages.RunCell) and not command.silent:
             self._past_cells.began(command, client.id)
+        if isinstance(command, messages.SaveCheckpoint) and (problem := self.saves.began(command)):
+            return self._refuse(client, command.call, "MeshShapeError", problem)
         return self._scheduler.start(client, command, body, now, self.wall_time(now))
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
@@ -285,7 +295,8 @@ class MeshState:
         if self._startup.is_pending:
             return self._startup.rank_exited(report)
         self._groups.rank_lost()
-        return [self._mesh_changed(report), *self._scheduler.rank_lost(report)]
+        saves = self.saves.rank_lost(report)
+        return [self._mesh_changed(report), *self._scheduler.rank_lost(report), *saves]
 
     def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
         call = self._calls.get(report.call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.tables import Table
 from meshbook.errors import (
+    CheckpointError,
     MeshbookError,
     MeshInUse,
     MeshNameError,
@@ -400,6 +402,43 @@ def test_a_mesh_that_ended_elsewhere_says_so(fresh: Terminal) -> None:
     assert str(fresh("%mesh")).startswith("Mesh ended-elsewhere has ended: ")
     with pytest.raises(NotAttached):
         fresh("%%mesh\n1")
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_is_saved_listed_and_restored_by_magics(
+    typed: Terminal, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed("%%mesh\nkept = torch.ones(4)\nstep = 7")
+    typed("%mesh checkpoint run1 kept step --step 7 --wait")
+    assert f"Checkpoint {tmp_path}/run1/step-00000007 is committed" in capsys.readouterr().out
+    table = typed("%mesh checkpoints run1")
+    assert "run1: 1 checkpoint." in str(table)
+    assert "kept, step" in str(table)
+    typed("%%mesh\nkept += 1\nstep = 8")
+    with pytest.raises(CheckpointError, match=r"is there already.*--overwrite"):
+        typed("%mesh checkpoint run1 --step 7 kept step")
+    typed("%mesh restore run1 --step 7")
+    assert f"kept, step are as in {tmp_path}/run1/step-00000007." in capsys.readouterr().out
+    assert mesh_of(typed).run("(kept.tolist(), step)").values.same() == ([1] * 4, 7)
+
+
+def test_a_checkpoint_in_the_background_says_how_to_see_it(
+    typed: Terminal, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    typed("%%mesh\nkept = torch.ones(4)")
+    typed(f"%mesh checkpoint {tmp_path}/run1 kept")
+    assert f"%mesh checkpoints {tmp_path}/run1 lists it when it is committed" in capsys.readouterr().out
+    wait_until(lambda: "save-0001" in str(typed(f"%mesh checkpoints {tmp_path}/run1")), 20.0)
+
+
+def test_a_checkpoint_without_names_or_folder_is_answered_with_the_right_form(typed: Terminal, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="%mesh checkpoint run1 model opt --step 800"):
+        typed("%mesh checkpoint run1")
+    with pytest.raises(CheckpointError, match="has no checkpoints: No such file"):
+        typed(f"%mesh restore {tmp_path}/none")
 
 
 # ---- the list of commands

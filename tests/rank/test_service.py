@@ -16,6 +16,7 @@ import zmq
 from meshbook.errors import ProtocolError
 from meshbook.rank import service
 from meshbook.rank.call_state import CallState
+from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.reporter import Reporter
@@ -78,6 +79,7 @@ class Host:
         self.answers: dict[type, Callable[[Any], Any]] = {messages.PreviewNames: lambda ask: {}}
         parts: Any = rank
         nothing: Any = None
+        self.checkpoints = CheckpointDoor(0, 1, "cpu", {}, nothing)
         self.thread = Service(
             self.context,
             reported,
@@ -91,6 +93,7 @@ class Host:
             query_handlers=self.answers,
             interrupt_call=nothing,
             running_file=lambda: None,
+            checkpoints=self.checkpoints,
         )
         self.thread.start(messages.RankReady(rank=0, pid=os.getpid(), device="cpu", token=""))
         self.hear(messages.RankReady)
@@ -116,6 +119,7 @@ class Host:
         self.thread.thread.join(30)
         self.thread._socket.close(linger=0)
         self.context.destroy(linger=0)
+        self.checkpoints.outbox.close()
 
 
 @pytest.fixture
@@ -211,3 +215,16 @@ def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(monkeypatch: pytest.M
     thread._select_device()
     thread._select_device()
     assert chosen == ["cuda:3"]
+
+
+def test_what_a_thread_reports_of_a_checkpoint_is_sent(host: Host) -> None:
+    for number in range(3):
+        host.checkpoints.outbox.put(messages.CheckpointWritten(rank=0, save=f"a-{number}", generation=1))
+    assert [host.hear(messages.CheckpointWritten).save for _ in range(3)] == ["a-0", "a-1", "a-2"]
+
+
+def test_commands_about_saves_that_nobody_knows_are_ignored(host: Host) -> None:
+    host.tell(messages.WriteCheckpointMetadata(ranks=(0,), save="a-1"))
+    host.tell(messages.DropCheckpoint(ranks=(0,), save="a-1"))
+    host.tell(messages.PreviewNames(call="b-1", ranks=(0,), names=()))
+    assert host.hear(messages.RankReply).call == "b-1"

@@ -8,13 +8,14 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
-`monitoring` metrics and snapshots, `mesh_status` what subscribers get; `payloads`, `output` and `mesh` have what they
-are made of. This module says which role may send which message to which.
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints` all about checkpoints; `payloads`,
+`output` and `mesh` have what they are made of. This module says which role may send which message to which.
 """
 
 from __future__ import annotations
 
 from meshbook.wire.messages.actors import *
+from meshbook.wire.messages.checkpoints import *
 from meshbook.wire.messages.commands import *
 from meshbook.wire.messages.host_commands import *
 from meshbook.wire.messages.mesh import *
@@ -35,6 +36,8 @@ ClientCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -69,6 +72,8 @@ HostCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -83,6 +88,8 @@ HostCommand = (
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpointMetadata
+    | DropCheckpoint
     | EndCall
     | Exit
     | TakeSnapshots
@@ -97,6 +104,8 @@ RankCommand = (
     | Evaluate
     | SetNames
     | DeleteNames
+    | SaveCheckpoint
+    | RestoreCheckpoint
     | Complete
     | Inspect
     | PreviewNames
@@ -108,6 +117,8 @@ RankCommand = (
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpointMetadata
+    | DropCheckpoint
     | Interrupt
     | Exit
     | TakeSnapshots
@@ -122,6 +133,7 @@ RankReport = (
     | RankHeartbeat
     | ServiceFailed
     | RankSnapshotReply
+    | CheckpointWritten
 )
 HostReport = (
     HostReady
@@ -136,6 +148,7 @@ HostReport = (
     | CommandReply
     | SegmentsReleased
     | SnapshotReply
+    | CheckpointWritten
 )
 SupervisorReport = (
     Welcome
@@ -152,6 +165,8 @@ SupervisorReport = (
     | SegmentsReleased
     | SnapshotReply
     | MeshUpdate
+    | CheckpointCommitted
+    | CheckpointDiscarded
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
@@ -168,5 +183,7 @@ MAIN_THREAD_COMMANDS = (
     Evaluate,
     SetNames,
     DeleteNames,
+    SaveCheckpoint,
+    RestoreCheckpoint,
 )
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors)

@@ -1,0 +1,68 @@
+"""The methods of `Mesh` for checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+from meshbook.controller import checkpoints
+from meshbook.controller.mesh_inspection import MeshInspection
+from meshbook.controller.tables import Table
+
+
+class CheckpointMethods(MeshInspection):
+    """Saves, lists and restores checkpoints; a part of `Mesh`."""
+
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *names: str,
+        step: int | None = None,
+        asynchronous: bool = True,
+        overwrite: bool = False,
+    ) -> checkpoints.CheckpointSave:
+        """Save names of the ranks' namespaces as a checkpoint of torch's DCP format, in a folder below `path`.
+
+            save = mesh.checkpoint("run1", "model", "opt", step=800)
+
+        Modules (plain, DDP, FSDP2), optimizers, whatever has `state_dict`, tensors, generators, and values that can be
+        pickled. The name "rng" stands for each rank's random number generators. See docs/checkpoints.md.
+
+        Args:
+            path: on a disk that all ranks share.
+            step: the folder is named after it.
+            asynchronous: return when the ranks have copied their state; False: when the checkpoint is committed.
+            overwrite: replace the checkpoint of this step, once the new one is committed.
+
+        Returns:
+            CheckpointSave: a future of the committed checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be saved; nothing was.
+            RankLost: a rank is lost.
+        """
+        return checkpoints.save(
+            self._session, self.ranks, path, names, step=step, asynchronous=asynchronous, overwrite=overwrite
+        )
+
+    def restore(
+        self, path: str | os.PathLike[str], *names: str, step: int | None = None
+    ) -> checkpoints.SavedCheckpoint:
+        """Load a checkpoint into the names that it was saved from, whatever the number of ranks. Blocks.
+
+        Args:
+            path: as for `checkpoint`.
+            names: only these; without any, all that the checkpoint has.
+            step: None: the one that was committed last.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it does not fit; the message lists what does not, and
+                nothing was changed on the ranks.
+        """
+        return checkpoints.restore(self._session, self.ranks, path, names, step=step)
+
+    def checkpoints(self, path: str | os.PathLike[str]) -> Table:
+        """Return the committed checkpoints below `path` as a table, oldest first. Raises CheckpointError."""
+        return checkpoints.table(path)
+
+    def _wait_for_saves(self) -> None:
+        checkpoints.wait_for_saves(self._session)

@@ -1,0 +1,242 @@
+"""The state behind a name of the ranks' namespaces: tensors and values by path, as a checkpoint has them.
+
+A path begins with the name and goes on as torch's own state dicts do: `("model", "layers.0.weight")`,
+`("opt", "state", "layers.0.weight", "exp_avg")`. Joined with dots it is the key in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshbook.errors import CheckpointError
+
+Path = tuple[str, ...]
+
+RNG = "rng"  # the reserved name: each rank's generators of torch, CUDA, NumPy and Python
+
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, DTensor)
+# What wrappers put into the names of parameters, and state dicts leave out.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@dataclass
+class NamedState:
+    """The state behind one name on this rank.
+
+    Attributes:
+        kind: as in `SavedName`.
+        target: the object itself.
+        tensors: by path; those of a module or tensor share the object's memory.
+        values: what is not a tensor, by path.
+        from_first_rank: paths that every rank has and DDP takes from rank 0 with the next forward.
+        is_sharded: some of its tensors are DTensors.
+    """
+
+    name: str
+    kind: str
+    target: Any
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+    from_first_rank: set[Path] = field(default_factory=set)
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(isinstance(tensor, DTensor) for tensor in self.tensors.values())
+
+
+def key_of(path: Path) -> str:
+    return ".".join(path)
+
+
+def read_state(name: str, namespace: Mapping[str, Any]) -> NamedState:
+    """Return the state behind a name. Changes nothing, and starts no collective.
+
+    Raises:
+        CheckpointError: the name is not bound, or its state cannot be saved; the message says what to do.
+    """
+    if name == RNG:
+        return NamedState(name, "rng", None, values={(name,): read_rng()})
+    if name not in namespace:
+        raise CheckpointError(f"`{name}` is not bound on this rank; run the cell that makes it, or leave it out")
+    target = namespace[name]
+    kind = kind_of(target)
+    state = NamedState(name, kind, target)
+    match kind:
+        case "module":
+            _read_module(state)
+        case "optimizer":
+            _read_optimizer(state, namespace)
+        case "tensor":
+            state.tensors[name,] = target
+        case "generator":
+            state.values[name,] = target.get_state()
+        case "stateful":
+            _flatten((name,), target.state_dict(), state)
+        case _:
+            state.values[name,] = target
+    for path, tensor in state.tensors.items():
+        _check_tensor(key_of(path), tensor)
+    return state
+
+
+def kind_of(target: Any) -> str:
+    if isinstance(target, nn.Module):
+        return "module"
+    if isinstance(target, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(target, torch.Tensor):
+        return "tensor"
+    if isinstance(target, torch.Generator):
+        return "generator"
+    is_stateful = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
+    return "stateful" if is_stateful and not isinstance(target, type) else "value"
+
+
+def _read_module(state: NamedState) -> None:
+    module, name = state.target, state.name
+    if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
+        raise CheckpointError(f"`{name}` is wrapped in FullyShardedDataParallel (FSDP1); wrap it with fully_shard")
+    if not module.state_dict():
+        return
+    for fqn, value in get_model_state_dict(module).items():
+        if isinstance(value, torch.Tensor):
+            state.tensors[name, fqn] = value
+        else:  # of a module's get_extra_state
+            state.values[name, fqn] = value
+    is_ddp = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+    if is_ddp and module.process_group.size() == torch.distributed.get_world_size():
+        state.from_first_rank = {(name, clean_name(buffer)) for buffer, _ in module.module.named_buffers()}
+
+
+def _read_optimizer(state: NamedState, namespace: Mapping[str, Any]) -> None:
+    optimizer, name = state.target, state.name
+    names = parameter_names(optimizer, name, namespace)
+    groups = []
+    for group in optimizer.param_groups:
+        others = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**others, "params": [names[parameter] for parameter in group["params"]]})
+    state.values[name, "param_groups"] = groups
+    for parameter, parameter_state in optimizer.state.items():
+        _flatten((name, "state", names[parameter]), parameter_state, state, descend=True)
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, name: str, namespace: Mapping[str, Any]) -> dict[Any, str]:
+    """Return the name of each parameter of an optimizer.
+
+    That is its name in the module that has it: of the modules in the namespace that have all the parameters, the one
+    with most. Parameters of several modules, and tensors, are named by their names in the namespace: `actor.0.weight`.
+
+    Raises:
+        CheckpointError: some have no name.
+    """
+    wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    all_names: dict[Any, str] = {}
+    best: dict[Any, str] = {}
+    for bound, value in list(namespace.items()):
+        if bound.startswith("_"):
+            continue
+        if isinstance(value, nn.Module):
+            names = {parameter: clean_name(_without_ddp(value, full)) for full, parameter in value.named_parameters()}
+            if wanted <= names.keys() and len(names) > len(best):
+                best = names
+            all_names = {**{parameter: f"{bound}.{fqn}" for parameter, fqn in names.items()}, **all_names}
+        elif isinstance(value, torch.Tensor):
+            all_names.setdefault(value, bound)
+    found = best or all_names
+    if missing := wanted - found.keys():
+        raise CheckpointError(
+            f"{len(missing)} of the {len(wanted)} parameters of `{name}` have no name: bind the module that has them "
+            "to a name on the ranks"
+        )
+    return {parameter: found[parameter] for parameter in wanted}
+
+
+def _without_ddp(module: nn.Module, name: str) -> str:
+    return name.removeprefix("module.") if isinstance(module, DistributedDataParallel) else name
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def _flatten(path: Path, value: Any, state: NamedState, *, descend: bool = False) -> None:
+    """Sort a state dict into tensors and values; dicts without tensors are one value."""
+    if isinstance(value, torch.Tensor):
+        state.tensors[path] = value
+    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and (descend or _has_tensor(value)):
+        for key, inner in value.items():
+            _flatten((*path, key), inner, state)
+    else:
+        _check_value(key_of(path), value)
+        state.values[path] = value
+
+
+def _has_tensor(value: Mapping[Any, Any]) -> bool:
+    inner = value.values()
+    return any(isinstance(each, torch.Tensor) or (isinstance(each, Mapping) and _has_tensor(each)) for each in inner)
+
+
+def _check_value(key: str, value: Any) -> None:
+    if any(isinstance(each, DTensor) for each in _leaves(value)):
+        raise CheckpointError(f"`{key}` has DTensors inside a list or tuple; keep them in a dict, or in names")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _check_tensor(key: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if type(tensor) not in _TENSOR_TYPES:
+        problem = f"is a {type(tensor).__name__}, which DCP does not know; convert it to a torch.Tensor"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no data; materialize it (to_empty, then initialize)"
+    elif tensor.layout is not torch.strided:
+        problem = f"is of layout {tensor.layout}; convert it with to_dense()"
+    elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        problem = "is a DTensor with a Partial placement; redistribute it to Shard or Replicate"
+    if problem:
+        raise CheckpointError(f"`{key}` {problem}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers
+
+
+def read_rng() -> dict[str, Any]:
+    """Return the states of this process's generators."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def set_rng(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])

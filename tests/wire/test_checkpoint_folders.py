@@ -1,0 +1,198 @@
+"""Checkpoints' folders: what is listed, what a commit needs, what a crash may leave and the next save clears away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshbook.errors import CheckpointError
+from meshbook.wire import checkpoint_folders as folders
+from meshbook.wire.messages import CheckpointManifest, SavedFile, SavedName
+from meshbook.wire.processes import ProcessIdentity, identify
+
+DATA = b"weights of a model"
+
+
+def save(path: Path, step: int | None = None, *, call: str = "a-1", at: float = 1.0, overwrite: bool = False) -> Path:
+    """Save as the ranks and the supervisor do, with one small file."""
+    folder = folders.begin(str(path), call, step, identify(os.getpid()), overwrite=overwrite)
+    (folder / "__0_0.distcp").write_bytes(DATA)
+    return folders.commit(folder, manifest(step, at), overwrite=overwrite)
+
+
+def manifest(step: int | None = None, at: float = 1.0, **changes: object) -> CheckpointManifest:
+    file = SavedFile("__0_0.distcp", len(DATA), f"{zlib.crc32(DATA):08x}")
+    whole = CheckpointManifest(
+        format=folders.FORMAT, step=step, generation=1, world_size=1, axes={"rank": 1}, saved_at=at, torch="2.13",
+        names=(SavedName("model", "module"),), files=(file,),
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_a_commit_names_the_folder_after_its_step(tmp_path: Path) -> None:
+    assert save(tmp_path, 800).name == "step-00000800"
+    assert sorted(os.listdir(tmp_path)) == ["step-00000800"]
+    assert sorted(os.listdir(tmp_path / "step-00000800")) == ["__0_0.distcp", "meshbook.json"]
+
+
+def test_saves_without_a_step_are_numbered(tmp_path: Path) -> None:
+    assert [save(tmp_path, call=f"a-{number}").name for number in (1, 2)] == ["save-0001", "save-0002"]
+
+
+def test_the_last_one_is_the_one_that_was_committed_last(tmp_path: Path) -> None:
+    for at, step in enumerate((800, 900, 100)):
+        save(tmp_path, step, at=at)
+    assert [entry.manifest.step for entry in folders.list_checkpoints(tmp_path)] == [800, 900, 100]
+    assert folders.find_checkpoint(tmp_path).manifest.step == 100
+    assert folders.find_checkpoint(tmp_path, 800).folder.name == "step-00000800"
+    assert folders.find_checkpoint(tmp_path / "step-00000900").manifest.step == 900
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    save(tmp_path, 800)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has steps 800"):
+        folders.find_checkpoint(tmp_path, 7)
+
+
+def test_what_is_being_saved_is_never_listed(tmp_path: Path) -> None:
+    folders.begin(str(tmp_path), "a-1", 1, identify(os.getpid()), overwrite=False)
+    assert folders.list_checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match="has not been committed"):
+        folders.find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("nothing", "No such file"), ("file", "Not a directory"), ("empty", "no folder step-"), ("dcp", "one of torch's")],
+)
+def test_a_folder_that_is_none_is_an_error_that_says_what_it_is(tmp_path: Path, name: str, match: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=match):
+        folders.find_checkpoint(tmp_path / name)
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    folder = save(tmp_path, 800)
+    (folder / folders.MANIFEST).write_bytes(b'{"format": 7, "something": "else"}')
+    with pytest.raises(CheckpointError, match="of format 7, and this Meshbook reads format 1"):
+        folders.find_checkpoint(tmp_path)
+
+
+def test_a_manifest_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    folder = save(tmp_path, 800)
+    (folder / folders.MANIFEST).write_bytes(b'{"format": 1, "step"')
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        folders.find_checkpoint(tmp_path)
+
+
+def test_the_same_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
+    save(tmp_path, 800)
+    with pytest.raises(CheckpointError, match="is there already; save another step, or replace it with overwrite=True"):
+        save(tmp_path, 800, call="a-2")
+    save(tmp_path, 800, call="a-3", at=2.0, overwrite=True)
+    (entry,) = folders.list_checkpoints(tmp_path)
+    assert (entry.folder.name, entry.manifest.saved_at) == ("step-00000800", 2.0)
+    assert os.listdir(tmp_path) == ["step-00000800"]
+
+
+def test_a_second_save_of_a_step_that_was_committed_meanwhile_is_refused_at_its_commit(tmp_path: Path) -> None:
+    late = folders.begin(str(tmp_path), "late", 800, identify(os.getpid()), overwrite=False)
+    (late / "__0_0.distcp").write_bytes(DATA)
+    save(tmp_path, 800)
+    with pytest.raises(CheckpointError, match="is there already"):
+        folders.commit(late, manifest(800, 9.0), overwrite=False)
+    assert folders.find_checkpoint(tmp_path).manifest.saved_at == 1.0
+
+
+@pytest.mark.parametrize("num_renames", range(4))
+def test_a_replacement_that_is_cut_off_anywhere_leaves_a_checkpoint_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_renames: int
+) -> None:
+    save(tmp_path, 800)
+    rename, left = os.rename, [num_renames]
+
+    def cut_off(source: Path, target: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", cut_off)
+    try:
+        save(tmp_path, 800, call="a-2", at=2.0, overwrite=True)
+    except KeyboardInterrupt:
+        assert num_renames < 3
+    monkeypatch.undo()
+    expected = 1.0 if num_renames == 0 else 2.0
+    entry = folders.find_checkpoint(tmp_path, 800)
+    assert entry.manifest.saved_at == expected
+    folders.check_sizes(entry)
+    folders.remove_leftovers(str(tmp_path), ())
+    assert os.listdir(tmp_path) == ["step-00000800"]
+    assert folders.find_checkpoint(tmp_path, 800).manifest.saved_at == expected
+
+
+def test_a_commit_looks_whether_the_files_are_as_reported(tmp_path: Path) -> None:
+    folder = folders.begin(str(tmp_path), "a-1", 800, identify(os.getpid()), overwrite=False)
+    (folder / "__0_0.distcp").write_bytes(DATA[:-1])
+    with pytest.raises(CheckpointError, match="has 17 bytes and was committed with 18"):
+        folders.commit(folder, manifest(800), overwrite=False)
+    assert folders.list_checkpoints(tmp_path) == []
+
+
+def test_a_file_that_was_changed_since_is_found_by_its_digest(tmp_path: Path) -> None:
+    entry = folders.find_checkpoint(save(tmp_path, 800))
+    folders.check_digests(entry, ["__0_0.distcp"])
+    (entry.folder / "__0_0.distcp").write_bytes(DATA[::-1])
+    folders.check_sizes(entry)
+    with pytest.raises(CheckpointError, match="is damaged: its digest is"):
+        folders.check_digests(entry, ["__0_0.distcp"])
+
+
+def ended_process() -> ProcessIdentity:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = identify(process.pid)
+    process.communicate(b"\n")
+    return identity
+
+
+def test_left_overs_of_dead_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    dead = folders.begin(path, "dead-1", 1, ended_process(), overwrite=False)
+    other = folders.begin(path, "other-1", 1, identify(os.getppid()), overwrite=False)
+    own = folders.begin(path, "own-1", 1, identify(os.getpid()), overwrite=False)
+    forgotten = folders.begin(path, "own-0", 1, identify(os.getpid()), overwrite=False)
+    committed = save(tmp_path, 800)
+    folders.remove_leftovers(path, ["own-1"])
+    there = [folder.exists() for folder in (dead, other, own, forgotten, committed)]
+    assert there == [False, True, True, False, True]
+
+
+def test_a_rank_that_still_writes_cannot_put_a_file_into_a_discarded_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders.begin(str(tmp_path), "a-1", 1, identify(os.getpid()), overwrite=False)
+    late = folder / "__1_0.distcp"
+    unlink, errors = os.unlink, []
+
+    def write_late(*arguments: object, **options: object) -> None:
+        unlink(*arguments, **options)  # type: ignore[arg-type]
+        try:
+            late.touch()
+        except FileNotFoundError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(os, "unlink", write_late)
+    folders.discard(folder)
+    monkeypatch.undo()
+    assert len(errors) == 1
+    assert os.listdir(tmp_path) == []
