@@ -4,8 +4,8 @@
     python -m tests.campaign --seed 7 --only 17
 
 One line for each fault, and a table at the end. Counted are hangs, lost state, leaks and wrong blame; the status is 1
-if any of these is not 0, and each is printed with the command that repeats it. What is drawn depends on the seed and the
-number of the fault alone. No process is left, however it ends.
+if any of these is not 0, and each is printed with the command that repeats it. What is drawn depends on the seed and
+the number of the fault alone. No process is left, however it ends.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.campaign.faults import FAULTS
 from tests.campaign.kernels import run_kernel_case
 from tests.campaign.report import Result
 from tests.campaign.scene import Scene
-from tests.campaign.surroundings import Surroundings, remove_contents
+from tests.campaign.surroundings import Surroundings
 from tests.campaign.work import WORKS
 from tests.random_faults.harness import ProgramHung, WrongResult, deadline, end_supervisor, stacks
 
@@ -120,7 +120,7 @@ class Campaign:
         return self._finish(result, began)
 
     def _finish(self, result: Result, began: float) -> Result:
-        remove_contents(self.surroundings.disk)
+        self.surroundings.clear()
         result.seconds = time.monotonic() - began
         return result
 
@@ -166,6 +166,7 @@ class Case:
         self.result.problems += checks.check_blame(self.draw, error, expected_lost)
         with deadline(lambda: self.mesh, HANG_S):
             self._go_on(expected_lost)
+        self.scene.surroundings.clear()
         if self.result.problems or self.is_mesh_over:
             return
         new = {info.pid for info in self.mesh.status().ranks if info.rank in self._exits and info.pid}
@@ -278,9 +279,7 @@ class Case:
             self.is_mesh_over, self.result.outcome = True, "host lost, and said so"
             return
         healed = self._heal() if wanted else None
-        self.result.problems += checks.check_state(
-            self.mesh, self.scene.seed, healed if self._has_survivors() else None
-        )
+        self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
         self._verify()
         self.result.outcome = "healed" if healed is not None else "went on"
 

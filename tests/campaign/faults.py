@@ -20,6 +20,7 @@ import psutil
 
 from tests.campaign.scene import Scene
 from tests.campaign.surroundings import memory_group
+from tests.leaks import SHARED_MEMORY
 
 # Seconds that a full file system, or a limit, stays.
 SHORTAGE_S = 0.4
@@ -148,7 +149,7 @@ def _limit_memory(scene: Scene) -> None:
 
 
 def _fill_shared_memory(scene: Scene) -> None:
-    _fill(scene, Path("/dev/shm"))
+    _fill(scene, SHARED_MEMORY)
 
 
 def _fill_disk(scene: Scene) -> None:

@@ -194,9 +194,13 @@ def loader(folder: str, seed: int, rank: int) -> int:
     """Load batches through worker processes, whose memory is in /dev/shm; return how many epochs."""
     is_over, turn = _begin(folder, rank), 0
     while not is_over():
-        for index, batch in enumerate(DataLoader(Rows(seed), num_workers=1, timeout=30)):
-            if not bool((batch == seed % 1000 + index).all()):
-                raise AssertionError(f"batch {index} holds other rows than its worker has made")
+        batches: Any = iter(DataLoader(Rows(seed), num_workers=1, timeout=30))
+        try:
+            for index, batch in enumerate(batches):
+                if not bool((batch == seed % 1000 + index).all()):
+                    raise AssertionError(f"batch {index} holds other rows than its worker has made")
+        finally:
+            batches._shutdown_workers()  # the traceback of an error would keep them
         turn += 1
     return turn
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.leaks import Run
+from tests.leaks import SHARED_MEMORY, Run
 
 _CLONE_NEWNS = 0x00020000
 SHARED_MEMORY_MIB, DISK_MIB = 64, 64
@@ -40,6 +40,18 @@ class Surroundings:
 
     def close(self) -> None:
         shutil.rmtree(self.disk)
+
+    def clear(self) -> None:
+        """Remove what a work has written, and what torch leaves in a /dev/shm of our own.
+
+        torch creates a file, makes room for it, and unlinks it last; when there is no room, or its process is killed
+        between, the file stays, in one process without Meshbook too.
+        """
+        for path in self.disk.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if self.can_fill:
+            for path in SHARED_MEMORY.glob("torch_*"):
+                path.unlink()
 
     @contextmanager
     def filled(self, folder: Path) -> Iterator[None]:
@@ -68,7 +80,7 @@ def small_file_systems(run: Run) -> Iterator[bool]:
     if os.geteuid() != 0 or ctypes.CDLL(None).unshare(_CLONE_NEWNS) != 0:
         yield False
         return
-    mounts = [("/dev/shm", SHARED_MEMORY_MIB), (str(run.runtime_dir), DISK_MIB)]
+    mounts = [(str(SHARED_MEMORY), SHARED_MEMORY_MIB), (str(run.runtime_dir), DISK_MIB)]
     done = []
     try:
         _call("mount", "--make-rprivate", "/")
@@ -111,8 +123,3 @@ def memory_group(name: str, pid: int, mebibytes: int) -> Iterator[bool]:
         for other in (group / "cgroup.procs").read_text().split():  # it has survived
             (_MEMORY_CGROUP / "cgroup.procs").write_text(other)
         group.rmdir()
-
-
-def remove_contents(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
