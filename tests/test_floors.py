@@ -90,15 +90,16 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
-    "controller.call_errors", "controller.pending_requests", "controller.stop_presses",
-    "dashboard.charts", "dashboard.view", "diagnose", "errors", "fold",
-    "host.instructions", "host.ledger", "host.open_calls", "host.rank_record", "host.stop_escalation",
-    "ids", "kernel.mesh_options", "mesh_axes", "placement", "selections",
-    "supervisor.call_output", "supervisor.call_table", "supervisor.clients", "supervisor.desync",
-    "supervisor.effects", "supervisor.group_state", "supervisor.history", "supervisor.monitoring",
-    "supervisor.position_queries", "supervisor.rank_table", "supervisor.scheduler", "supervisor.series",
-    "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup", "supervisor.state",
-    "supervisor.telemetry", "tensors.faults", "tensors.placement_rules", "wire.codec", "wire.messages",
+    "controller.call_errors", "controller.healed", "controller.pending_requests", "controller.stop_presses",
+    "dashboard.charts", "dashboard.view", "diagnose", "errors", "fold", "host.instructions", "host.ledger",
+    "host.open_calls", "host.rank_record", "host.stop_escalation", "ids", "kernel.mesh_options", "kernel.page_sessions",
+    "mesh_axes", "placement", "rank.healing.choice", "selections", "supervisor.call_output", "supervisor.call_table",
+    "supervisor.cell_sources", "supervisor.clients", "supervisor.desync", "supervisor.effects",
+    "supervisor.group_state", "supervisor.healing", "supervisor.history", "supervisor.kept_output",
+    "supervisor.monitoring", "supervisor.past_cells", "supervisor.position_queries", "supervisor.rank_table",
+    "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests", "supervisor.stalls",
+    "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults", "tensors.placement_rules",
+    "wire.codec", "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

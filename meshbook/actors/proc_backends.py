@@ -131,6 +131,7 @@ class RankProcBackend(ProcBackend):
         self._session, self.axes = session, axes
         self._lock = threading.Lock()
         self._procs_ref: ProcMeshRef | None = None
+        self._incarnations: tuple[int, ...] = ()  # of the ranks whose addresses it has
         self.ready = Future("the processes")
         self.references = MeshReferences(session)
         session.lost_listeners.append(record_exits)
@@ -140,9 +141,13 @@ class RankProcBackend(ProcBackend):
 
     def procs_ref(self) -> ProcMeshRef:
         """Return the addresses, in rank order. Blocks."""
+        from meshbook.controller.session import incarnations
+
         with self._lock:
-            if self._procs_ref is None:
+            now = incarnations(self._session, self.axes.ranks)
+            if self._procs_ref is None or now != self._incarnations:
                 self._session.check_attached()
+                self._incarnations = now
                 self._procs_ref = ProcMeshRef(
                     self._session.name,
                     self.axes.names,

@@ -99,11 +99,11 @@ def _rank_lost_error(finished: messages.CallFinished, label: str) -> RankLost:
         message += _last_traces(first)
     if survivors:
         message += (
-            f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh"
-            "), save what they hold (%mesh pull NAME), or start anew with %mesh restart."
+            f"\nNext: %mesh heal puts {'a new process in its' if len(lost) == 1 else 'new processes in their'} place, "
+            f"and the others keep what they hold; or go on with these alone (%%mesh --ranks {format_ranks(survivors)})."
         )
     elif first is not None and first.cause is not None:
-        message += "\nNext: start anew with %mesh restart."
+        message += "\nNext: %mesh heal starts new processes in their place."
     # The message says that the survivors were stopped; where each of them was does not explain the loss.
     own = fold_errors([part for part in finished.outcomes if part.outcome.status != "interrupted"])
     if first is None:

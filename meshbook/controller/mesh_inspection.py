@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from meshbook.controller import reports
+from meshbook.controller.past_cells import PastCell, fetch_past_cells
 from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
@@ -52,9 +53,22 @@ class MeshInspection:
         """Return the supervisor's current information about the mesh."""
         return self._session.status()
 
-    def history(self) -> tuple[messages.HistoryEntry, ...]:
-        """Return the cells that ran, oldest first."""
-        return self._session.history()
+    @overload
+    def history(self) -> tuple[messages.HistoryEntry, ...]: ...
+
+    @overload
+    def history(self, number: int) -> PastCell: ...
+
+    def history(self, number: int | None = None) -> tuple[messages.HistoryEntry, ...] | PastCell:
+        """Return the cells that ran, oldest first; with a number, what the latest cell with that number showed.
+
+        A cell that went on without its notebook or program is there, too. The supervisor keeps the latest 16 MiB of
+        output, and 2 MiB of each cell.
+
+        Raises:
+            UsageError: no output of a cell with this number is kept; the message says of which cells it is.
+        """
+        return self._session.history() if number is None else fetch_past_cells(self._session, number)[-1]
 
     def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
         """Return the last output of a rank, also of a dead one."""

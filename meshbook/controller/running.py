@@ -61,14 +61,15 @@ def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
     if chosen is None:
         if not living:
             raise RankLost(
-                f"of ranks {format_ranks(own)} of {session.name!r} none is left; %mesh restart starts as many anew",
+                f"of ranks {format_ranks(own)} of {session.name!r} none is left; %mesh heal starts new processes in "
+                "their place",
                 ranks=own,
             )
         return tuple(sorted(living))
     if lost := tuple(rank for rank in chosen if rank in session.lost):
         raise RankLost(
             f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
-            f"Living: {format_ranks(living)}",
+            f"Living: {format_ranks(living)}. %mesh heal puts new processes in their place",
             ranks=lost,
             survivors=living,
         )

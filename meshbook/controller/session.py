@@ -142,22 +142,23 @@ class Session:
         return tuple(rank for rank in ranks if rank not in lost) if lost else ranks
 
     def status(self, timeout_s: float = 5.0) -> messages.MeshInfo:
-        reply = self._call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
+        reply = self.call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
         assert reply.info is not None
         self.info = reply.info
         return reply.info
 
     def history(self) -> tuple[messages.HistoryEntry, ...]:
-        return self._call_supervisor(messages.QueryHistory(call=self.connection.next_call_id()), 5.0).history
+        return self.call_supervisor(messages.QueryHistory(call=self.connection.next_call_id()), 5.0).history
 
     def logs(self, rank: int, limit_bytes: int) -> str:
         command = messages.QueryLogs(call=self.connection.next_call_id(), rank=rank, limit_bytes=limit_bytes)
-        return self._call_supervisor(command, 5.0).text or ""
+        return self.call_supervisor(command, 5.0).text or ""
 
     def kill(self, ranks: Ranks, signal: int) -> None:
-        self._call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal), 5.0)
+        self.call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal), 5.0)
 
-    def _call_supervisor(self, command: Any, timeout_s: float) -> messages.CommandReply:
+    def call_supervisor(self, command: Any, timeout_s: float) -> messages.CommandReply:
+        """Send a command that the supervisor itself replies to, and return the reply. Blocks. Raises MeshTimeout."""
         self.check_attached()
         try:
             reply: messages.CommandReply = self.connection.request(command).result(timeout_s)
@@ -317,6 +318,12 @@ class Session:
     def _mesh_stopped(self, reason: str) -> None:
         self.ended = self.ended or reason
         self._ended_event.set()
+
+
+def incarnations(session: Session, ranks: Ranks) -> tuple[int, ...]:
+    """Return how often each of these ranks has got a new process, as last reported."""
+    by_rank = {info.rank: info.incarnation for info in session.info.ranks}
+    return tuple(by_rank.get(rank, 0) for rank in ranks)
 
 
 def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:

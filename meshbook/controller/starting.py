@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshbook.controller import extensions
+from meshbook.controller import extensions, past_cells
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import read_defaults
 from meshbook.controller.connection import SupervisorConnection
@@ -17,11 +18,14 @@ from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.engines import ENGINES
-from meshbook.errors import NotAttached, StartError, UsageError
+from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
 from meshbook.host.gpus import count_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
+
+# Clients that show under their cells what happened meanwhile (`kernel.meshes`).
+_NOTEBOOK_KINDS = ("kernel", "ipython")
 
 
 def create_mesh(
@@ -100,6 +104,8 @@ def create_mesh(
 def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
     """Attach to a running mesh; without a name, to the only one. It does not end with this process.
 
+    Prints which cells went on without their client, and how they ended.
+
     Raises:
         NotAttached: none is running, or it has no ranks.
         MeshNameError: no such name, or several meshes and no name.
@@ -111,7 +117,11 @@ def attach(name: str | None = None, *, kind: str = "script", observer: bool = Fa
     if session.axes is None:
         session.close()
         raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
-    return _new_mesh(session)
+    mesh = _new_mesh(session)
+    if not observer and kind not in _NOTEBOOK_KINDS:
+        with contextlib.suppress(MeshTimeout):  # the next command says that the supervisor does not answer
+            _report_unattended(session)
+    return mesh
 
 
 def open_session(
@@ -232,6 +242,23 @@ def generate_mesh_name(stem: str | None = None) -> str:
         stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"
     return f"{stem}-{secrets.token_hex(2)}"
+
+
+def _report_unattended(session: Session) -> None:
+    """Print which cells went on without their client, and which still do."""
+    found = past_cells.fetch_unattended(session)
+    notices = past_cells.unattended_notices(
+        found.history, "its client", lambda number: f"mesh.history({'' if number is None else number})"
+    )
+    for call in found.open_calls:
+        if call.orphaned and call.number is not None:
+            notices.append(
+                f"cell {call.number} goes on without its client, for {call.seconds:.0f} s now; its output until "
+                f"now: mesh.history({call.number})"
+            )
+    for text in notices:
+        background_output_of(session).notify(session.axes.ranks if session.axes is not None else (), text)
+    past_cells.acknowledge(session, found.history)
 
 
 def _new_mesh(session: Session) -> Mesh:

@@ -110,7 +110,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         notes.append(
             f"{name_ranks(dead).capitalize()} {'is' if len(dead) == 1 else 'are'} gone; "
             + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
-            + "a whole mesh needs %mesh restart."
+            + "%mesh heal makes the mesh whole again."
         )
     heading = (
         f"Mesh {info.name}: {describe_size(info.spec)}, {_describe_process_group(info)}, "
@@ -186,10 +186,18 @@ def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) 
                 format_seconds(seconds) + (" so far" if entry.seconds is None else ""),
                 format_ranks(entry.ranks),
                 entry.status + (", setup" if entry.setup else ""),
+                _describe_kept(entry.num_lines),
                 first_line(entry.source),
             )
         )
-    return Table("", ("cell", "began", "took", "ranks", "ended", "source"), tuple(rows))
+    return Table("", ("cell", "began", "took", "ranks", "ended", "output", "source"), tuple(rows))
+
+
+def _describe_kept(num_lines: int | None) -> str:
+    """Return what `%mesh history N` shows of a cell; "" if it has nothing."""
+    if num_lines is None:
+        return ""
+    return format_lines(num_lines) if num_lines else "kept"
 
 
 def first_line(source: str) -> str:
@@ -211,6 +219,11 @@ def format_age(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes % 60:02} min"
     return f"{hours // 24} days {hours % 24} h"
+
+
+def format_lines(count: int) -> str:
+    """Format a number of lines: `1 line`, `1,312 lines`."""
+    return _pluralize(count, "line")
 
 
 def format_seconds(seconds: float) -> str:

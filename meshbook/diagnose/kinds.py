@@ -32,7 +32,7 @@ KINDS: Final[dict[str, FindingKind]] = {
     "killed": FindingKind(
         96,
         "The rank's process is gone.",
-        "%mesh logs {first} shows what it said last; %mesh restart brings all ranks back, fresh.",
+        "%mesh logs {first} shows what it said last; %mesh heal puts a new process in its place.",
     ),
     "stopped": FindingKind(
         95,

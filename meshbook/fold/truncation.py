@@ -37,19 +37,20 @@ class Truncation:
         self.num_displays += other.num_displays
         self.num_chars += other.num_chars
 
-    def notice(self) -> Notice:
-        """Return `… 12,345 lines (8.1 MB) from rank 3 not shown; %mesh logs 3 shows the last of them`."""
+    def describe(self) -> str:
+        """Return `12,345 lines (8.1 MB) from rank 3`."""
         what = [
             f"{count:,} {word}{'' if count == 1 else 's'}"
             for count, word in ((self.num_lines, "line"), (self.num_displays, "display"))
             if count
         ]
         whose = f" from {name_ranks(self.ranks)}" if self.ranks else ""
+        return f"{' and '.join(what)} ({_format_size(self.num_chars)}){whose}"
+
+    def notice(self) -> Notice:
+        """Return `… 12,345 lines (8.1 MB) from rank 3 not shown; %mesh logs 3 shows the last of them`."""
         where = min(self.ranks, default=0)
-        return Notice(
-            f"… {' and '.join(what)} ({_format_size(self.num_chars)}){whose} not shown; "
-            f"%mesh logs {where} shows the last of them"
-        )
+        return Notice(f"… {self.describe()} not shown; %mesh logs {where} shows the last of them")
 
 
 def _format_size(num_bytes: int) -> str:

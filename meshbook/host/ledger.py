@@ -230,6 +230,7 @@ class HostLedger:
             rss_bytes=beat.rss_bytes if beat is not None else None,
             peak_rss_bytes=beat.peak_rss_bytes if beat is not None else None,
             exit=record.exit_reason,
+            incarnation=record.incarnation,
         )
 
     def label_of_running(self, record: RankRecord) -> str | None:

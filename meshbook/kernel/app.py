@@ -19,6 +19,7 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from meshbook.kernel import completion, magics
 from meshbook.kernel.notebook import Notebook
+from meshbook.kernel.page_sessions import PageSessions, missed_output_note
 from meshbook.kernel.subshell import SubshellRouter
 from meshbook.version import __version__
 
@@ -38,7 +39,8 @@ class MeshKernel(IPythonKernel):
         self.notebook = Notebook.of(self.shell)
         self.notebook.auto = True
         magics.register(self.shell)
-        self._subshell_router = SubshellRouter(self)
+        self._pages = PageSessions()
+        self._subshell_router = SubshellRouter(self, self._pages.saw)
         self._running_request: dict[str, Any] | None = None  # the request whose cell runs on the main thread
         self._is_handling_message = False  # the main thread handles a message
         self._defers_sigint = False  # the main thread is before or after a cell's code
@@ -68,6 +70,7 @@ class MeshKernel(IPythonKernel):
     async def do_execute(self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any) -> Any:
         outermost = self._running_request is None and threading.current_thread() is threading.main_thread()
         broadcast = self.notebook.cells.num_broadcast
+        page = self.get_parent("shell").get("header", {}).get("session", "")
         try:
             if outermost:
                 self._defers_sigint = False
@@ -77,6 +80,8 @@ class MeshKernel(IPythonKernel):
                 self.notebook.meshes.reattach()
                 self._running_request = self.get_parent("shell")
                 if store_history and not silent:
+                    if missed := self._pages.cell_began(page):
+                        self.notebook.front_end.add_notice(missed_output_note(missed))
                     self.notebook.front_end.show_notices()
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
         except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or after it
@@ -87,6 +92,8 @@ class MeshKernel(IPythonKernel):
             # them.
             self._execute_sleep = 0.0 if self.notebook.cells.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
+                is_on_ranks = store_history and not silent and self.notebook.cells.num_broadcast > broadcast
+                self._pages.cell_ended(page, self.notebook.cells.last_number if is_on_ranks else None)
                 self._running_request = None
                 self._defers_sigint = True
 

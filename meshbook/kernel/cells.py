@@ -16,9 +16,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from meshbook.controller.console import Console
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.past_cells import end_items
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
-from meshbook.errors import CellError, CellInterrupted, MeshbookError, RankLost
+from meshbook.errors import CellError, CellInterrupted, MeshbookError, NotAttached, RankLost
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.kernel import hints, transform
 from meshbook.kernel.front_end import FrontEnd, OutputSink
@@ -31,12 +32,17 @@ from meshbook.wire.messages import FoldedItem
 
 @dataclass(frozen=True)
 class BackgroundCell:
-    """A cell that runs in the background."""
+    """A cell that runs in the background.
+
+    Attributes:
+        is_followed: it is a cell of a client that is gone.
+    """
 
     label: str
     session: Session
     ranks: Ranks
     future: MeshFuture[CellResult]
+    is_followed: bool
 
 
 class CellRunner:
@@ -44,6 +50,7 @@ class CellRunner:
 
     Attributes:
         num_broadcast: number of cells sent to ranks so far.
+        last_number: number of the last of them.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class CellRunner:
         handles: HandleNamespace,
         meshes: NotebookMeshes,
     ) -> None:
-        self.num_broadcast = 0
+        self.num_broadcast = self.last_number = 0
         self._shell, self._front_end, self._handles, self._meshes = shell, front_end, handles, meshes
         self._background_cells: list[BackgroundCell] = []
         self._known_losses: WeakKeyDictionary[Session, set[int]] = WeakKeyDictionary()  # ranks that need no report
@@ -104,7 +111,8 @@ class CellRunner:
     def _run(
         self, source: str, mesh: Mesh | None, ranks: str | Sequence[int] | None, setup: bool, background: bool
     ) -> RankValues | MeshFuture[CellResult] | None:
-        number = self._shell.displayhook.prompt_count  # since IPython 9, execution_count is already the next cell's
+        # since IPython 9, execution_count is already the next cell's
+        number = self.last_number = self._shell.displayhook.prompt_count
         source = self._fix_history(source)
         mesh = mesh or self._current_mesh()
         session = mesh.session
@@ -123,7 +131,7 @@ class CellRunner:
             setup=setup,
         )
         if background:
-            return self._run_in_background(session, command, output)
+            return self._show_in_background(session, command, command, output)
         finished: messages.CallFinished | None = None
         try:
             finished = session.foreground.run(command, on_output=output, on_input=self._front_end.prompt)
@@ -205,10 +213,25 @@ class CellRunner:
             if not finished.lost:
                 self._front_end.add_notice(f"all ranks have come back from {command.label}, which was stopped")
 
-    def _run_in_background(
-        self, session: Session, command: messages.RunCell, output: OutputSink
+    def follow(self, session: Session, call: messages.OpenCall) -> None:
+        """Show a cell whose client is gone under the current cell: what it printed since then, what follows, its end.
+
+        Does not wait.
+        """
+        output = self._front_end.make_sink(call.ranks, call.number or 0)
+        with contextlib.suppress(NotAttached):  # the mesh has ended, which the next cell on it reports
+            self._show_in_background(session, messages.FollowCall(call=call.call), call, output)
+
+    def _show_in_background(
+        self,
+        session: Session,
+        command: messages.RunCell | messages.FollowCall,
+        shown: messages.RunCell | messages.OpenCall,
+        output: OutputSink,
     ) -> MeshFuture[CellResult]:
-        console = Console(command.ranks, echo=False)
+        """Send a command whose output and end are those of the cell `shown`, and show these as they come."""
+        label = shown.label or "a cell"
+        console = Console(shown.ranks, echo=False)
 
         def take(items: tuple[FoldedItem, ...]) -> None:
             console(items)
@@ -216,9 +239,9 @@ class CellRunner:
 
         source = session.request(command, on_output=take)
         future: MeshFuture[CellResult] = session.future(
-            source, command, lambda finished: session.cell_result(command, finished, console.text)
+            source, shown, lambda finished: session.cell_result(shown, finished, console.text)
         )
-        cell = BackgroundCell(command.label, session, command.ranks, future)
+        cell = BackgroundCell(label, session, shown.ranks, future, is_followed=shown is not command)
         self._background_cells.append(cell)
 
         def ended(_: MeshFuture[CellResult]) -> None:
@@ -226,16 +249,14 @@ class CellRunner:
             try:
                 finished: messages.CallFinished = source.result()
             except MeshbookError as error:
-                output.note(f"{command.label} ended: {error}")
+                output.note(f"{label} ended: {error}")
                 return
             self._handles.update(session, finished.outcomes)
             output.close()
-            failure = future.exception()
-            if failure is None:
-                output.note(f"{command.label} is done after {finished.seconds:.1f} s")
-            else:
-                text = "\n".join(getattr(failure, "rendered", ()) or [f"{type(failure).__name__}: {failure}"])
-                output((messages.Line(command.ranks, "stderr", text),))
+            if future.exception() is not None or cell.is_followed:  # a background cell's values are those of its future
+                output(end_items(finished, shown.ranks, label))
+            if future.exception() is None:
+                output.note(f"{label} is done after {finished.seconds:.1f} s")
 
         future.add_done_callback(ended)
         return future

@@ -21,9 +21,10 @@ from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
-from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
+from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.kernel.history import show_history, show_logs
 from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
@@ -32,8 +33,6 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_axes, parse_selection
 from meshbook.wire import keys
 
-_LOG_BYTES_ONE_RANK = 1 << 16
-_LOG_BYTES_PER_RANK = 1 << 12
 _MAX_NAMES_LISTED = 20
 
 
@@ -119,6 +118,7 @@ def _list(notebook: Notebook, options: argparse.Namespace) -> Table:
 
 def _attach(notebook: Notebook, options: argparse.Namespace) -> None:
     print(f"Attached to mesh {_describe(notebook.meshes.attach(options.name))}.")
+    notebook.front_end.show_notices()
 
 
 def _detach(notebook: Notebook, options: argparse.Namespace) -> None:
@@ -172,16 +172,6 @@ def _actors(notebook: Notebook, options: argparse.Namespace) -> Table:
     from meshbook.actors.listing import all_actors
 
     return all_actors(living_mesh(notebook))
-
-
-def _logs(notebook: Notebook, options: argparse.Namespace) -> None:
-    mesh = mesh_named(notebook)
-    ranks = mesh.ranks if options.rank is None else (options.rank,)
-    for rank in ranks:
-        text = mesh.logs(rank, _LOG_BYTES_ONE_RANK if len(ranks) == 1 else _LOG_BYTES_PER_RANK)
-        if len(ranks) > 1:
-            print(f"---- rank {rank}")
-        print(text.rstrip("\n") if text else f"(rank {rank} has printed nothing)")
 
 
 def _show(notebook: Notebook, options: argparse.Namespace) -> None:
@@ -446,14 +436,21 @@ COMMANDS = {
     ),
     "actors": MagicCommand("%mesh actors", "Every actor: what waits, what runs, its last error.", _actors),
     "history": MagicCommand(
-        "%mesh history",
-        "The cells that ran on the mesh.",
-        lambda notebook, options: history_table(mesh_named(notebook).history()),
+        "%mesh history [N] [--all] [-m NAME]",
+        "The cells that ran on the mesh; with a number, what that cell showed.",
+        lambda notebook, options: show_history(notebook, mesh_named(notebook, options.mesh), options),
+        (
+            _argument("number", nargs="?", type=int),
+            _argument("--all", action="store_true"),
+            _argument("-m", dest="mesh"),
+        ),
+        "N: what cell N printed and how it ended, also while no notebook was there. --all: of every cell N, for a "
+        "kernel that was restarted counts from 1 again.",
     ),
     "logs": MagicCommand(
         "%mesh logs [RANK]",
         "What a rank last printed, also a dead one.",
-        _logs,
+        lambda notebook, options: show_logs(mesh_named(notebook), options.rank),
         (_argument("rank", nargs="?", type=int),),
     ),
     "show": MagicCommand(

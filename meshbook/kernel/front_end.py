@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from IPython.core.error import StdinNotImplementedError
 
 from meshbook.controller.console import Console, prompt_on_terminal
+from meshbook.controller.past_cells import PastCell
 from meshbook.ids import Ranks, name_ranks
 from meshbook.kernel import sink
 from meshbook.wire.messages import Display, FoldedItem, InputRequest
@@ -38,7 +40,7 @@ class FrontEnd(ABC):
     kind: str
 
     def __init__(self) -> None:
-        self._notices: list[str] = []
+        self._notices: list[tuple[str, Callable[[], object]]] = []
 
     @abstractmethod
     def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
@@ -65,15 +67,23 @@ class FrontEnd(ABC):
     def prompt(self, request: InputRequest) -> str | None:
         """Ask the user for a rank's input() and return the reply; None: there is nobody to ask."""
 
-    def add_notice(self, text: str) -> None:
-        """Add a note to show with the next cell."""
-        self._notices.append(text)
+    def add_notice(self, text: str, then: Callable[[], object] = lambda: None) -> None:
+        """Add a note to show with the next cell; `then` is called when it has been shown."""
+        self._notices.append((text, then))
 
     def show_notices(self) -> None:
         """Show the notices since the previous cell, under the current cell."""
         notices, self._notices = self._notices, []
-        for text in notices:
+        for text, then in notices:
             self.show_note(text)
+            then()
+
+    def show_past_cell(self, cell: PastCell) -> None:
+        """Show what an earlier cell showed, under the current cell."""
+        output = self.make_sink(cell.ranks, cell.number or 0)
+        output.note(cell.heading)
+        output(cell.items)
+        output.close()
 
 
 class TerminalFrontEnd(FrontEnd):

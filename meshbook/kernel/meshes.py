@@ -17,6 +17,7 @@ from meshbook.controller.starting import attach, generate_mesh_name, make_spec, 
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, UsageError
 from meshbook.ids import name_ranks
 from meshbook.kernel.mesh_options import MeshOptions
+from meshbook.kernel.unattended_cells import NoticeHandler, report_cells
 from meshbook.kernel.warm_start import WarmStarter, mesh_name_stem, owner_key
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
@@ -32,7 +33,12 @@ class NotebookMeshes(Mapping[str, Mesh]):
     """
 
     def __init__(
-        self, kind: str, *, on_switch: Callable[[Mesh | None], object], on_notice: Callable[[str], object]
+        self,
+        kind: str,
+        *,
+        on_switch: Callable[[Mesh | None], object],
+        on_notice: NoticeHandler,
+        on_orphan: Callable[[Session, messages.OpenCall], object],
     ) -> None:
         """Begin without meshes.
 
@@ -40,9 +46,10 @@ class NotebookMeshes(Mapping[str, Mesh]):
             kind: the kind of client, "kernel" or "ipython".
             on_switch: called with the new current mesh.
             on_notice: receives sentences for the user about meshes that were found.
+            on_orphan: called with a running cell whose client is gone, after the notice of it.
         """
         self.current: Mesh | None = None
-        self._kind, self._on_switch, self._on_notice = kind, on_switch, on_notice
+        self._kind, self._on_switch, self._on_notice, self._on_orphan = kind, on_switch, on_notice, on_orphan
         self._meshes: dict[str, Mesh] = {}
         self._persistent: set[str] = set()  # the meshes that do not end with this notebook
         self._owner = owner_key()
@@ -89,6 +96,7 @@ class NotebookMeshes(Mapping[str, Mesh]):
         """Attach to the existing meshes that the search found. Waits for the search to finish."""
         if self._warm_starter is None:
             return
+        found = []
         for session in self._warm_starter.pop_sessions():
             assert session.axes is not None
             if not session.living(session.axes.ranks):
@@ -100,7 +108,9 @@ class NotebookMeshes(Mapping[str, Mesh]):
                 f"back on mesh {session.name}: {name_ranks(session.living(session.axes.ranks))} kept what they hold"
                 f"{format_names(session.info.names)}; %mesh restart gives fresh ranks"
             )
-            self._report_open_calls(session, "from before the kernel's restart")
+            found.append(session)
+        for session in found:  # after all were added, because what shows their output depends on that
+            self._report_cells(session, "from before the kernel's restart")
 
     def start(self, options: MeshOptions, name: str | None = None) -> Mesh:
         """Start a mesh and make it current. Waits until its process group is ready.
@@ -220,7 +230,7 @@ class NotebookMeshes(Mapping[str, Mesh]):
             name = others[0] if len(others) == 1 else None
         mesh = attach(name, kind=self._kind)
         self._add(mesh, persistent=True)
-        self._report_open_calls(mesh.session, "of another client")
+        self._report_cells(mesh.session, "of another client")
         return mesh
 
     def detach(self, name: str | None = None, orphan_ttl_s: float | None = None) -> None:
@@ -291,12 +301,14 @@ class NotebookMeshes(Mapping[str, Mesh]):
             self.current = next(reversed(self._meshes.values()), None)
             self._on_switch(self.current)
 
-    def _report_open_calls(self, session: Session, origin: str) -> None:
-        for call in session.connection.welcome.open_calls:
-            self._on_notice(
-                f"{call.label or 'a cell'} {origin} still runs on {name_ranks(call.ranks)}, for {call.seconds:.0f} s "
-                "now; %mesh interrupt stops it"
-            )
+    def _report_cells(self, session: Session, origin: str) -> None:
+        report_cells(
+            session,
+            origin=origin,
+            is_only_mesh=len(self._meshes) == 1,
+            on_notice=self._on_notice,
+            on_orphan=self._on_orphan,
+        )
 
 
 def format_names(names: Sequence[str]) -> str:

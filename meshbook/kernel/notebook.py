@@ -42,7 +42,10 @@ class Notebook:
             cast("dict[str, Any]", shell.user_ns), cast("dict[str, Any]", shell.user_ns_hidden), self._warn_bound_twice
         )
         self.meshes = NotebookMeshes(
-            self.front_end.kind, on_switch=self._mesh_switched, on_notice=self.front_end.add_notice
+            self.front_end.kind,
+            on_switch=self._mesh_switched,
+            on_notice=self.front_end.add_notice,
+            on_orphan=lambda session, call: self.cells.follow(session, call),
         )
         self.cells = CellRunner(shell, self.front_end, self._handles, self.meshes)
         self.queries = RankQueries(shell, self._handles, self.meshes)
@@ -79,6 +82,8 @@ class Notebook:
         mesh = self.meshes.get_mesh(name)
         if not now:
             for cell in self.cells.running_in_background(mesh.session, mesh.ranks):
+                if cell.is_followed:
+                    continue  # nobody here asked for it
                 self.front_end.show_note(
                     f"waiting for {cell.label}, which runs in the background; %mesh stop --now does not"
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 log = logging.getLogger("meshbook.kernel")
@@ -32,7 +32,7 @@ ROUTED_REQUESTS = frozenset(
 )
 # A cell with only this line inspects the current mesh, for example why the running cell hangs.
 _INSPECTION_MAGIC = re.compile(
-    r"\s*%mesh\s+(why|stacks|health|memory|status|logs|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z"
+    r"\s*%mesh\s+(why|stacks|health|memory|status|logs|history|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z"
 )
 # Minimum age in seconds of the running cell, which must be the only open one. The cells of Run All arrive together and
 # must run in order.
@@ -48,8 +48,13 @@ class SubshellRouter:
         is_supported: False once anything differed from ipykernel 7.4.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, on_session: Callable[[str], object]) -> None:
+        """Route requests of one kernel.
+
+        Args:
+            on_session: called with the session of each request that arrives.
+        """
+        self._kernel, self._on_session = kernel, on_session
         self._open_cells: dict[str, float] = {}  # open execute requests -> arrival time
         self._widget_control_comms: set[str] = set()  # comms of pages that request widgets, opened beside a cell
         self.subshell_id: str | None = None
@@ -94,6 +99,7 @@ class SubshellRouter:
         session = self._kernel.session
         identities, frames = session.feed_identities(list(message), copy=False)
         header = session.unpack(frames[1].bytes)
+        self._on_session(header.get("session", ""))
         if header.get("subshell_id"):
             return False
         is_cell = header["msg_type"] == "execute_request"

@@ -33,6 +33,10 @@ class CallOutputStream:
         self._timer_is_set = False
         self._last_items: tuple[FoldedItem, ...] = ()  # of the only host, which has finished
 
+    def redirect(self, client: str) -> None:
+        """Send what follows to another client."""
+        self._client = client
+
     def add(self, host: int, items: tuple[FoldedItem, ...], now: float) -> list[Effect]:
         """Send output that a host reported, as far as it can be shown now."""
         if self._merger is None:

@@ -236,6 +236,12 @@ class CallTable:
                 call.awaiting_input.clear()
         return effects
 
+    def follow(self, call: ActiveCall, client: str) -> None:
+        """Send what follows of a call, and its end, to another client."""
+        call.client = client
+        call.output.redirect(client)
+        self._monitoring.call_followed(call.id, client)
+
     # ---- queries
 
     def ranks_awaiting_input(self) -> Ranks:
@@ -246,7 +252,12 @@ class CallTable:
         """Return the running cells, oldest first."""
         return tuple(
             messages.OpenCall(
-                call=call.id, label=call.label, ranks=call.ranks, client=call.client, seconds=now - call.opened_at
+                call=call.id,
+                label=call.label,
+                ranks=call.ranks,
+                client=call.client,
+                seconds=now - call.opened_at,
+                number=call.history_entry.number,
             )
             for call in self._calls.values()
             if call.is_main_thread and call.history_entry is not None

@@ -24,8 +24,8 @@ def cells_to_replay(entries: Iterable[HistoryEntry], new_ranks: Ranks) -> tuple[
     """
     cells: dict[str, CellToReplay] = {}
     for entry in entries:
-        if not set(new_ranks) <= set(entry.ranks):
-            continue
+        if entry.status == "running" or not set(new_ranks) <= set(entry.ranks):
+            continue  # it waits for the new ranks, or was not theirs
         is_setup = entry.setup and entry.status == "ok"
         if is_setup or _may_define(entry.source):
             cells.pop(entry.source, None)

@@ -178,7 +178,7 @@ class Driver:
 
     def _client_disconnected(self, client: str) -> None:
         self._unregister_client(client)
-        self._apply_effects(self._state.client_disconnected(client))
+        self._apply_effects(self._state.client_disconnected(client, self._now()))
 
     def _unregister_client(self, client: str) -> None:
         self._client_processes.forget(client)

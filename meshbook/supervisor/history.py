@@ -89,6 +89,7 @@ class CellRecord:
             seconds=None,
             status="running",
             setup=command.setup,
+            call=command.call,
         )
         return self.history.add(entry)
 

@@ -64,7 +64,6 @@ class _StallProbe:
     """A stalled cell, of which two snapshots are taken."""
 
     call: str
-    client: str
     ranks: Ranks
     first_snapshots: tuple[RankSnapshot, ...] = ()
 
@@ -131,6 +130,11 @@ class Monitoring:
             return []
         self._is_ticking = True
         return [SetTimer("seeing tick", _TICK_S)]
+
+    def call_followed(self, call: str, client: str) -> None:
+        """Record that another client receives what is said about a call."""
+        if call in self._calls:
+            self._calls[call] = client, self._calls[call][1]
 
     def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
         """Record output of a call that is sent to its client."""
@@ -220,7 +224,7 @@ class Monitoring:
                 self._stall_detector.heartbeat(msgspec.structs.replace(status, beat_age_s=age), wait, now)
         effects: list[Effect] = []
         for call in self._stall_detector.start_due_probes(now):
-            effects += self._start_probe(_StallProbe(call, *self._calls[call]), now)
+            effects += self._start_probe(_StallProbe(call, self._calls[call][1]), now)
         self._is_ticking = bool(self._calls)
         return [*effects, *([SetTimer("seeing tick", _TICK_S)] if self._is_ticking else [])]
 
@@ -274,7 +278,8 @@ class Monitoring:
             else "this cell stands still"
         )
         notice = RankDisplay(ranks=probe.ranks, item=messages.Notice(f"{head}\n{text}"))
-        return [SendToClient(probe.client, messages.CallOutput(call=CallId(probe.call), items=(notice,)))]
+        client, _ = self._calls[probe.call]
+        return [SendToClient(client, messages.CallOutput(call=CallId(probe.call), items=(notice,)))]
 
     def _continue_probe(self, name: str, now: float) -> list[Effect]:
         probe = self._probes.pop(name, None)

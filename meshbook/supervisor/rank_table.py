@@ -67,7 +67,10 @@ class RankTable:
         """Record that new processes start in the place of ranks that have exited."""
         for rank in ranks:
             del self._exited[rank]
-            self._infos[rank] = RankInfo(rank=rank, state="starting", host=self._infos[rank].host)
+            former = self._infos[rank]
+            self._infos[rank] = RankInfo(
+                rank=rank, state="starting", host=former.host, incarnation=former.incarnation + 1
+            )
 
     # ---- queries
 

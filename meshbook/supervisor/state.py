@@ -6,7 +6,7 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `monitoring`.
+`group_state`, `history`, `past_cells`, `monitoring`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
+from meshbook.supervisor.past_cells import PastCells
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
@@ -48,6 +49,7 @@ class MeshState:
         self._cells = CellRecord()
         self._monitoring = Monitoring(self, self._ranks, stall_s)
         self._calls = CallTable(self._ranks, self._monitoring)
+        self._past_cells = PastCells(self._clients, self._calls, self._cells)
         self._scheduler = CallScheduler(
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
@@ -63,9 +65,7 @@ class MeshState:
             messages.HealMesh: lambda client, command, _, now: self._healing.begin(client.id, command, now),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
-            messages.QueryHistory: lambda client, command, *_: self._reply(
-                client, command, history=self._cells.history.entries()
-            ),
+            **self._past_cells.command_handlers,
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.SetOrphanTtl: self._set_orphan_ttl,
@@ -103,13 +103,17 @@ class MeshState:
         client = self._clients.get(client_id)
         if client is None:
             return []
-        return self._command_handlers.get(type(command), self._start_call)(client, command, body, now)
+        effects = self._command_handlers.get(type(command), self._start_call)(client, command, body, now)
+        if isinstance(command, messages.FollowCall):
+            return effects  # what they contain is kept already
+        return self._past_cells.keep(effects, now)
 
-    def client_disconnected(self, client_id: str) -> list[Effect]:
+    def client_disconnected(self, client_id: str, now: float) -> list[Effect]:
         """Handle a client that exited or detached. Its calls on the ranks continue."""
         client, orphaned = self._clients.leave(client_id)
         if client is None:
             return []
+        self._past_cells.client_left(client_id, now)
         self._monitoring.client_disconnected(client_id)
         effects = self._calls.client_left(client_id)
         living = self._ranks.living
@@ -119,7 +123,7 @@ class MeshState:
 
     def report_received(self, host: int, report: messages.HostReport, now: float) -> list[Effect]:
         handler = self._report_handlers.get(type(report))
-        return handler(host, report, now) if handler is not None else []
+        return self._past_cells.keep(handler(host, report, now), now) if handler is not None else []
 
     def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
         """Handle the loss of a host and all its ranks."""
@@ -139,20 +143,23 @@ class MeshState:
                 cause=f"ended with its host, which {reason}",
             )
             effects += self._rank_exited(exited)
-        return [*effects, *self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
+        effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
+        return self._past_cells.keep(effects, now)
 
     def timer_fired(self, name: str, now: float) -> list[Effect]:
         kind, _, argument = name.partition(" ")
         match kind:
             case "orphan":
-                return [Shutdown("no client was left")] if self._clients.is_orphaned(argument) else []
+                effects: list[Effect] = [Shutdown("no client was left")] if self._clients.is_orphaned(argument) else []
             case "left":
-                return self._scheduler.query_left(argument, now)
+                effects = self._scheduler.query_left(argument, now)
             case "release":
-                return self._scheduler.send_deferred(now)
+                effects = self._scheduler.send_deferred(now)
             case "seeing":
-                return self._monitoring.timer_fired(argument, now)
-        return [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
+                effects = self._monitoring.timer_fired(argument, now)
+            case _:
+                effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
+        return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
@@ -206,6 +213,8 @@ class MeshState:
             return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
+        if isinstance(command, messages.RunCell) and not command.silent:
+            self._past_cells.began(command, client.id)
         return self._scheduler.start(client, command, body, now, self.wall_time(now))
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
@@ -241,7 +250,7 @@ class MeshState:
 
     def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = float("inf") if command.orphan_ttl_s is None else command.orphan_ttl_s
-        return [*self._reply(client, command), *self.client_disconnected(client.id)]
+        return [*self._reply(client, command), *self.client_disconnected(client.id, now)]
 
     def _set_orphan_ttl(self, client: Client, command: messages.SetOrphanTtl, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = command.orphan_ttl_s

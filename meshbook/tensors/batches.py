@@ -14,10 +14,10 @@ import msgspec
 
 from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.console import Console
-from meshbook.controller.session import Session
+from meshbook.controller.session import Session, incarnations
 from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import CellInterrupted, MeshbookError, RankLost
-from meshbook.ids import Ranks
+from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.call_sites import CallSite, capture_call_site, encode_call_sites
 from meshbook.tensors.op_queue import OpQueue, PendingBatch, UndoableStep
@@ -139,6 +139,7 @@ class BatchSender:
         self.num_ops = self.num_batches = 0
         self._engine_name, self._queue = engine_name, queue
         self._wake, self._batch_ended = wake, batch_ended
+        self._incarnations = incarnations(session, self.ranks)
         self._next_op_number = 1
         self._must_drain = False  # process groups broke: form them again once all batches have ended
 
@@ -148,6 +149,11 @@ class BatchSender:
         """Send nothing any more; the next operation raises this error."""
         if self.error is None or isinstance(error, RankLost):
             self.error = error
+
+    @property
+    def has_new_ranks(self) -> bool:
+        """Whether some rank has got a new process since this was made."""
+        return incarnations(self.session, self.ranks) != self._incarnations
 
     def check_open(self) -> None:
         """Check that batches can be sent.
@@ -162,6 +168,9 @@ class BatchSender:
         lost = [rank for rank in self.session.info.ranks if rank.state == "dead" and rank.rank in self.ranks]
         if lost:
             self.error = _error_from_lost(lost, self.session.living(self.ranks))
+            raise self.error
+        if self.has_new_ranks:
+            self.error = _error_from_replaced(self.session, self.ranks, self._incarnations)
             raise self.error
 
     def wait_for_room(self, limit: int = MAX_IN_FLIGHT) -> None:
@@ -285,9 +294,20 @@ def _error_from_lost(lost: Sequence[Any], survivors: Any) -> RankLost:
     more = f", and {len(lost) - _MAX_LOST_SHOWN} more ended" if len(lost) > _MAX_LOST_SHOWN else ""
     return RankLost(
         f"{exits}{more}. With {'it' if len(lost) == 1 else 'them'} a part of every tensor of this mesh is "
-        "gone: make them anew on a new mesh (%mesh restart)",
+        "gone: %mesh heal, then make them anew, from a checkpoint or from what the program has",
         ranks=[rank.rank for rank in lost],
         survivors=survivors,
+    )
+
+
+def _error_from_replaced(session: Session, ranks: Ranks, before: Sequence[int]) -> RankLost:
+    new = [rank for rank, now, then in zip(ranks, incarnations(session, ranks), before, strict=True) if now != then]
+    return RankLost(
+        f"{name_ranks(new)} {'has a new process' if len(new) == 1 else 'have new processes'} since this tensor was "
+        "made (%mesh heal), and a part of it was lost with the former: make it anew, from a checkpoint or from what "
+        "the program has",
+        ranks=new,
+        survivors=tuple(rank for rank in ranks if rank not in new),
     )
 
 

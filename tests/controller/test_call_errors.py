@@ -74,8 +74,8 @@ def test_a_lost_rank_is_told_with_its_last_words_and_the_next_step() -> None:
         "Its last collective: all_reduce #4",
         "Its last lines:",
         "    step 3",
-        "Next: go on with the survivors (%%mesh --ranks 0-1,3; collectives need a whole mesh), save what they hold "
-        "(%mesh pull NAME), or start anew with %mesh restart.",
+        "Next: %mesh heal puts a new process in its place, and the others keep what they hold; or go on with these "
+        "alone (%%mesh --ranks 0-1,3).",
     ]
     assert (error.ranks, error.survivors, error.failures) == ((2,), (0, 1, 3), ())
     assert (error.signal, error.pid) == ("SIGKILL", 7)
@@ -84,7 +84,8 @@ def test_a_lost_rank_is_told_with_its_last_words_and_the_next_step() -> None:
 def test_a_rank_that_ended_with_its_host_is_told_with_the_cause() -> None:
     error = error_from(finished(((2,), LOST), lost=(exited(signal=None, cause="ended with its host"),)))
     assert str(error) == (
-        "rank 2 (pid 7 on here) ended with its host while the cell ran.\nNext: start anew with %mesh restart."
+        "rank 2 (pid 7 on here) ended with its host while the cell ran.\n"
+        "Next: %mesh heal starts new processes in their place."
     )
     assert isinstance(error, RankLost)
     assert error.signal is None

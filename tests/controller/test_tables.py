@@ -88,7 +88,7 @@ def test_a_rank_says_what_it_does_in_one_line() -> None:
         "3     dead, was killed by SIGKILL                      cpu                       box   103",
         "Names on the ranks: x, model.",
         "Attached: kernel (pid 5).",
-        "Rank 3 is gone; cells run on the others (%%mesh --ranks 0-2), a whole mesh needs %mesh restart.",
+        "Rank 3 is gone; cells run on the others (%%mesh --ranks 0-2), %mesh heal makes the mesh whole again.",
     ]
 
 
@@ -129,13 +129,15 @@ def test_many_names_are_counted() -> None:
 
 def test_a_history_shows_when_how_long_and_how() -> None:
     entries = [
-        HistoryEntry(3, "cell 3", "%%mesh --setup\n\nx = 1", (0, 1), NOW, 0.0042, "ok", setup=True),
+        HistoryEntry(3, "cell 3", "%%mesh --setup\n\nx = 1", (0, 1), NOW, 0.0042, "ok", setup=True, num_lines=1312),
+        HistoryEntry(4, "cell 4", "x", (0,), NOW, 1.0, "ok", num_lines=0),
         HistoryEntry(None, "call", "", (0,), NOW, None, "running"),
     ]
     began = time.strftime("%H:%M:%S", time.localtime(NOW))
     assert [line.split() for line in str(history_table(entries, now=NOW + 90)).splitlines()] == [
-        ["cell", "began", "took", "ranks", "ended", "source"],
-        ["3", began, "4", "ms", "0-1", "ok,", "setup", "x", "=", "1"],
+        ["cell", "began", "took", "ranks", "ended", "output", "source"],
+        ["3", began, "4", "ms", "0-1", "ok,", "setup", "1,312", "lines", "x", "=", "1"],
+        ["4", began, "1.0", "s", "0", "ok", "kept", "x"],
         [began, "90.0", "s", "so", "far", "0", "running"],
     ]
     assert str(history_table([])) == "No cell has run on this mesh."

@@ -126,9 +126,13 @@ def _as_text(output: dict[str, Any]) -> str:
 class FrontEnd:
     """A client of one kernel."""
 
-    def __init__(self, manager: KernelManager) -> None:
+    def __init__(self, manager: KernelManager, *, own_session: bool = False) -> None:
+        """Connect to a kernel; `own_session`: as another page does, with a session that the kernel does not know."""
         self.manager = manager
         self.client: BlockingKernelClient = manager.client()
+        if own_session:
+            self.client = BlockingKernelClient()
+            self.client.load_connection_info(manager.get_connection_info(session=False))
         self.client.start_channels()
         try:
             self.client.wait_for_ready(timeout=TIMEOUT_S)

@@ -42,6 +42,7 @@ def test_a_cell_that_hangs_is_explained_under_it_and_the_next_cell_asks_more_whi
             ("%mesh stacks rank=1 --twice", "(stands still)"),
             ("%mesh health", "all_reduce #1 since"),
             ("%mesh memory", "MiB"),
+            ("%mesh history 2", "Rank 1 sleeps at cell 2, line 4"),
         ):
             asked = front.run(line, timeout_s=20)
             assert asked.status == "ok", asked.text

@@ -350,7 +350,7 @@ def test_status_knows_meshes_of_others_by_name(typed: Terminal) -> None:
 def test_history_shows_the_cells_that_ran(typed: Terminal) -> None:
     typed("%%mesh --ranks 1\n# a remark\nanswer = 6 * 7")
     lines = str(typed("%mesh history")).splitlines()
-    assert re.fullmatch(r"cell +began +took +ranks +ended +source", lines[0])
+    assert re.fullmatch(r"cell +began +took +ranks +ended +output +source", lines[0])
     assert re.fullmatch(r"\d* +\d\d:\d\d:\d\d +[\d.]+ m?s +1 +ok +answer = 6 \* 7", lines[-1])
 
 

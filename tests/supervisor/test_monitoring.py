@@ -182,7 +182,7 @@ def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
     world = Scenery()
     world.join("two", observer=True)
     begun = world.watch("two")
-    world.state.client_disconnected("two")
+    world.state.client_disconnected("two", world.now)
     world.run()
     world.beat()
     assert not world.ring(begun, "news")

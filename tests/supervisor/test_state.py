@@ -268,16 +268,16 @@ def test_a_mesh_of_uneven_hosts_comes_up() -> None:
 
 def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:
     world = World(start=False)
-    world.state.client_disconnected("one")
+    world.state.client_disconnected("one", world.now)
     world.join("two", orphan_ttl_s=7.0)
-    alarm = steps_of(world.state.client_disconnected("two"), s.SetTimer)[0]
+    alarm = steps_of(world.state.client_disconnected("two", world.now), s.SetTimer)[0]
     assert alarm.delay_s == 7.0
     assert steps_of(world.state.timer_fired(alarm.name, 7.0), s.Shutdown)
 
 
 def test_a_client_that_comes_back_in_time_saves_the_mesh() -> None:
     world = World()
-    alarm = steps_of(world.state.client_disconnected("one"), s.SetTimer)[0]
+    alarm = steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)[0]
     world.join("again")
     assert world.state.timer_fired(alarm.name, 10_000.0) == []
 
@@ -285,7 +285,7 @@ def test_a_client_that_comes_back_in_time_saves_the_mesh() -> None:
 def test_an_observer_does_not_keep_a_mesh_alive() -> None:
     world = World()
     world.join("viewer", observer=True)
-    assert steps_of(world.state.client_disconnected("one"), s.SetTimer)
+    assert steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)
 
 
 def test_a_client_that_detaches_for_ever_leaves_a_mesh_that_does_not_end() -> None:
@@ -304,7 +304,7 @@ def test_a_question_that_nobody_can_answer_is_answered_with_nothing() -> None:
     world.run(allow_input=True)
     asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
     world.host(asked)
-    assert messages_of(world.state.client_disconnected("one"), messages.InputReply)[0].text is None
+    assert messages_of(world.state.client_disconnected("one", world.now), messages.InputReply)[0].text is None
     assert messages_of(world.host(asked), messages.InputReply)[0].text is None
 
 
@@ -395,10 +395,12 @@ def test_what_ranks_hold_for_a_client_is_released_when_it_goes() -> None:
     world = World()
     world.join("two")
     world.run("one-1")
-    gone = steps_of(world.state.client_disconnected("one"), s.SendToHosts)
+    gone = steps_of(world.state.client_disconnected("one", world.now), s.SendToHosts)
     (release,) = [step.message for step in gone if isinstance(step.message, messages.Release)]
     assert (release.client, release.ranks) == ("one", (0, 1, 2, 3))
-    assert not messages_of(world.state.client_disconnected("two"), messages.Release)  # it never called anything
+    assert not messages_of(
+        world.state.client_disconnected("two", world.now), messages.Release
+    )  # it never called anything
 
 
 def test_what_ranks_hold_for_a_client_is_released_when_it_leaves() -> None:

@@ -14,6 +14,9 @@ from msgspec import Struct
 
 from meshbook.ids import Ranks, name_ranks
 
+# Stands for the name of a group that a rank is no member of.
+NO_MEMBER = ""
+
 
 class Held(Struct, frozen=True, gc=False, array_like=True):
     """What one rank holds under a name.
@@ -119,8 +122,8 @@ def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:
             names.append(name)
     if len(names) == len(first.groups):
         return Choice(source, "made anew", tuple(names))
-    if first.kind == "group" and len(having) < len(found):  # a value that says that a rank is no member
-        return Choice(next(other for other in found if other not in having), "rank is no member")
+    if first.kind == "group" and (len(having) < len(found) or len({one.groups for one in having.values()}) == 1):
+        return Choice(source, "this rank is no member", (NO_MEMBER,))
     return Choice(None, "the other ranks have no group of this one")
 
 

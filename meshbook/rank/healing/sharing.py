@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshbook.errors import TransferError
 from meshbook.rank.healing import random_states, transfer
-from meshbook.rank.healing.choice import Choice, Held, choose_sources
+from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.interrupted_steps import rebuild_buckets_in_order
+from meshbook.rank.process_groups.solo import connect_deferred
 from meshbook.wire import pickling
 from meshbook.wire.messages import ShareState
 
@@ -37,6 +39,7 @@ def share_state(
     Returns:
         `{"restored": {name: [source, why]}, "missing": {name: why}}`: on a new rank what it has, on others nothing.
     """
+    connect_deferred(groups)
     randoms = random_states.random_states()
     held = describe_names(namespace, names) | {name: describe(state) for name, state in randoms.items()}
     texts = groups.exchange(f"share/{command.call}", _held_encoder.encode(held))
@@ -128,6 +131,8 @@ class _OfGroups:
         self.names, self.mesh = names, mesh  # mesh: device type, ranks, names of dims of a DeviceMesh
 
     def make(self, groups: ProcessGroups) -> Any:
+        if self.names == (NO_MEMBER,):
+            return dist.GroupMember.NON_GROUP_MEMBER
         found = [groups.table[name] for name in self.names]
         if self.mesh is None:
             return found[0]

@@ -17,12 +17,14 @@ class GroupSpec(NamedTuple):
         ranks: global ranks of its members.
         backends: the backend of each device type.
         timeout_s: of its collectives.
+        origin: the file of the cell that made it, and that cell's call.
     """
 
     name: str
     ranks: Ranks
     backends: dict[str, str]
     timeout_s: float
+    origin: tuple[str, str] = ("", "")
 
 
 class GroupReport(NamedTuple):
@@ -40,16 +42,19 @@ class GroupReport(NamedTuple):
     num_rebucketed: int = 0
 
 
-def exchange_reports(exchange: Callable[[bytes], list[bytes]], report: GroupReport) -> list[GroupReport]:
+def exchange_reports(exchange: Callable[[str, bytes], list[bytes]], report: GroupReport) -> list[GroupReport]:
     """Return the reports of all ranks, by rank. Blocks until all have reported.
 
     Args:
-        exchange: returns what each rank passes to it, by rank.
+        exchange: takes a topic and this rank's data; returns every rank's data, by rank.
     """
     found = []
-    for text in exchange(json.dumps(report).encode()):
+    for text in exchange("held", json.dumps(report).encode()):
         groups, *counts = json.loads(text)
-        specs = [GroupSpec(name, tuple(ranks), backends, timeout_s) for name, ranks, backends, timeout_s in groups]
+        specs = [
+            GroupSpec(name, tuple(ranks), backends, timeout_s, tuple(origin))
+            for name, ranks, backends, timeout_s, origin in groups
+        ]
         found.append(GroupReport(specs, *counts))
     return found
 
@@ -68,6 +73,16 @@ def groups_of_others(reports: Sequence[GroupReport], rank: int) -> list[GroupSpe
     own = {group.name for group in reports[rank].groups}
     found = {group.name: group for report in reports for group in report.groups if rank in group.ranks}
     return [found[name] for name in sorted(found.keys() - own, key=_creation_order)]
+
+
+def matching_spec(specs: Sequence[GroupSpec], ranks: Sequence[int], file: str) -> GroupSpec | None:
+    """Return what a group of these ranks that a cell makes again stands for; None: nothing that is known.
+
+    Args:
+        file: of the cell. Of groups that the same cell has made, those of its last run count.
+    """
+    found = [spec for spec in specs if list(spec.ranks) == list(ranks) and spec.origin[0] == file]
+    return next((spec for spec in found if spec.origin[1] == found[-1].origin[1]), None)
 
 
 def _creation_order(name: str) -> tuple[int, str]:

@@ -93,11 +93,7 @@ class ProcessGroups:
         self._aborts = BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
         self.solo = SoloGroups(self.table)
-        self._patches = TorchPatches(
-            self._create_group,
-            lambda: self._generation.abort_failure,
-            self.solo.name_for,
-        )
+        self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure, self.solo.name_for)
         self._layout: _MeshLayout | None = None
         self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
         # other groups at the start of this generation, and the ranks that had them
@@ -275,8 +271,7 @@ class ProcessGroups:
         names, sizes = zip(*layout.axes, strict=True)
         self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
         self._mesh_group_names = self.table.names
-        reports = self._exchange_reports(layout, GroupReport())
-        self.solo.others_reported(reports, layout.rank)
+        self._user_group_ranks = self.solo.join(self.exchange)
 
     def _reform(self, layout: _MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
@@ -293,22 +288,14 @@ class ProcessGroups:
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
         specs = [_spec_of(self.table[name]) for name in user_groups]
-        report = GroupReport(specs, c10d._world.group_count, num_rebucketed_models())
-        reports = self._exchange_reports(layout, report)
+        reports = exchange_reports(self.exchange, GroupReport(specs, c10d._world.group_count, num_rebucketed_models()))
+        self._user_group_ranks = ranks_by_name(reports)
+        c10d._world.group_count = common_group_count(reports)
         for name in user_groups:
             group = self.table[name]
             if self._user_group_ranks[name].issuperset(group.label.ranks):
                 self.connect(group)
         reset_interrupted_steps(same_buckets=have_same_buckets(reports))
-
-    def _exchange_reports(self, layout: _MeshLayout, report: GroupReport) -> list[GroupReport]:
-        """Learn which ranks have which user groups, and equalise the numbers that torch names groups by."""
-        reports = exchange_reports(lambda data: self._generation.exchange("held", data, *layout.place), report)
-        self._user_group_ranks = ranks_by_name(reports)
-        self.solo.group_count = common_group_count(reports)
-        if report.num_groups_created is not None:
-            c10d._world.group_count = self.solo.group_count
-        return reports
 
     def _abort_all(self, reason: str) -> None:
         """Abort operations that may still be in flight, before their connections are replaced or dropped."""
@@ -365,7 +352,7 @@ class ProcessGroups:
     ) -> WatchedGroup:
         if self._generation.store is None:  # the user destroyed the world group and creates one with their own store
             self._generation.store, self._generation.abort_failure = store, None
-        label = GroupLabel(name, ranks)
+        label = GroupLabel(name, ranks, self.solo.origin())
         group = WatchedGroup(self, label, rank, store=store, backends=backends, timeout=timeout, options=options)
         self.table.add(group)  # before connecting, so that `abort` finds it
         if self.solo.is_active:
@@ -380,7 +367,8 @@ class ProcessGroups:
 
 
 def _spec_of(group: WatchedGroup) -> GroupSpec:
-    return GroupSpec(group.label.name, group.label.ranks, group.backends, group.timeout.total_seconds())
+    label = group.label
+    return GroupSpec(label.name, label.ranks, group.backends, group.timeout.total_seconds(), label.origin)
 
 
 def _check_axes(axes: Mapping[str, int], world_size: int) -> None:

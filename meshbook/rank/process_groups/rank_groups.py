@@ -96,6 +96,7 @@ class RankGroups:
 
             self._store = MeshStore(self._context, command.store_address, config.token, timeout_s=_FORM_TIMEOUT_S)
             self._groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
+            self._groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
             if probes.are_probes_enabled():
                 self._groups.observers.append(_CrashLogObserver(self._crash_log, self._running_file))
         assert self._store is not None  # created with the groups

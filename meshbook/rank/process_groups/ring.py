@@ -47,6 +47,7 @@ class GroupLabel:
     Attributes:
         ranks_text: its ranks as text.
         generation: of the group's connections; the counters restart with each.
+        origin: the file of the cell that made it, and that cell's call.
         is_doubtful: a signal arrived while a collective was recorded: it may count here, and has not begun.
     """
 
@@ -58,12 +59,13 @@ class GroupLabel:
         "name",
         "next_p2p_seq",
         "next_seq",
+        "origin",
         "ranks",
         "ranks_text",
     )
 
-    def __init__(self, name: str, ranks: Iterable[int]) -> None:
-        self.name = name
+    def __init__(self, name: str, ranks: Iterable[int], origin: tuple[str, str] = ("", "")) -> None:
+        self.name, self.origin = name, origin
         self.ranks = tuple(ranks)
         self.ranks_text = name_ranks(self.ranks)
         self.reset_counters(0)

@@ -9,15 +9,25 @@ same members, and are connected when they are first used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup, Store
 
-from meshbook.rank.process_groups.group_reports import GroupReport, GroupSpec, groups_of_others, have_same_buckets
+from meshbook.rank.process_groups.group_reports import (
+    GroupReport,
+    GroupSpec,
+    common_group_count,
+    exchange_reports,
+    groups_of_others,
+    have_same_buckets,
+    matching_spec,
+    ranks_by_name,
+)
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.torch_patches import c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
@@ -28,13 +38,15 @@ class SoloGroups:
 
     Attributes:
         is_active: collectives return at once, and new groups are not connected.
+        origin: returns the file and the call of the running cell.
         to_make: groups that the other ranks have and this one has not.
         has_other_buckets: this process is new, and DDP models of the other ranks have rebuilt their buckets.
         group_count: how many groups torch counts on the other ranks; None: they are as new as this one.
     """
 
     def __init__(self, table: GroupTable) -> None:
-        self.is_active = False
+        self.is_active = self._is_making_missing = False
+        self.origin: Callable[[], tuple[str, str]] = lambda: ("", "")
         self.to_make: list[GroupSpec] = []
         self.group_count: int | None = None
         self.has_other_buckets = False
@@ -42,10 +54,13 @@ class SoloGroups:
         self._table = table
         self._real_groups: dict[WatchedGroup, Any] = {}  # what they are connected by
 
-    def others_reported(self, reports: Sequence[GroupReport], rank: int) -> None:
-        """Record what the other ranks have, as they say when this new process joins them."""
-        self.to_make = groups_of_others(reports, rank)
+    def join(self, exchange: Callable[[str, bytes], list[bytes]]) -> dict[str, set[int]]:
+        """Learn what the other ranks have, when groups are first formed here; return which ranks have each group."""
+        reports = exchange_reports(exchange, GroupReport())
+        self.to_make = groups_of_others(reports, dist.get_rank())
+        self.group_count = common_group_count(reports)
         self.has_other_buckets = not have_same_buckets(reports)
+        return ranks_by_name(reports)
 
     @contextlib.contextmanager
     def active(self, generation: int) -> Iterator[None]:
@@ -61,7 +76,7 @@ class SoloGroups:
         try:
             yield
         finally:
-            self.is_active = False
+            self.is_active = self._is_making_missing = False
             for group in self._table:
                 group.replace_inner(self._real_groups.get(group))
                 group.label.reset_counters(generation)
@@ -77,20 +92,47 @@ class SoloGroups:
         """Return the name of a group that is being made while this is active; None: as torch names it."""
         if not self.is_active:
             return None
-        for spec in self.to_make:
-            if list(spec.ranks) == list(ranks):
-                self.to_make.remove(spec)
-                return spec.name
+        if self._is_making_missing:
+            return self.to_make.pop(0).name
+        spec = matching_spec(self.to_make, ranks, self.origin()[0])
+        if spec is not None:
+            self.to_make.remove(spec)
+            return spec.name
         self._num_others += 1
         return f"solo-{self._num_others}"  # the other ranks have none like it: a number of torch's could be used again
 
     def make_missing(self) -> None:
         """Make the groups that the other ranks have and code here did not make. Call it while active."""
+        self._is_making_missing = True
         while self.to_make:
             spec = self.to_make[0]
             kinds = set(spec.backends.values())
             backend = kinds.pop() if len(kinds) == 1 else ",".join(f"{at}:{kind}" for at, kind in spec.backends.items())
             dist.new_group(list(spec.ranks), timeout=timedelta(seconds=spec.timeout_s), backend=backend)
+
+
+class Connects(Protocol):
+    """What `connect_deferred` uses of `ProcessGroups`."""
+
+    @property
+    def table(self) -> GroupTable: ...
+
+    def exchange(self, topic: str, data: bytes) -> list[bytes]: ...
+
+    def connect(self, group: WatchedGroup) -> None: ...
+
+
+def connect_deferred(groups: Connects) -> None:
+    """Connect the groups that waited for a new process, in one order on all ranks. Blocks until all have called it.
+
+    Connected at their first use, two groups could be used in another order on each rank, which would wait for ever.
+    """
+    names = sorted(group.label.name for group in groups.table if not group.is_connected)
+    every = [json.loads(text) for text in groups.exchange("deferred", json.dumps(names).encode())]
+    for name in names:
+        group = groups.table[name]
+        if all(name in every[member] for member in group.label.ranks):
+            groups.connect(group)
 
 
 def _fake_inner(group: WatchedGroup, store: Store) -> Any:

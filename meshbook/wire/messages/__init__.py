@@ -47,6 +47,10 @@ ClientCommand = (
     | QueryStatus
     | QueryLogs
     | QueryHistory
+    | QueryOutput
+    | QueryUnattended
+    | FollowCall
+    | AcknowledgeCells
     | StopMesh
     | Detach
     | Ping

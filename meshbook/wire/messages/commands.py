@@ -166,6 +166,31 @@ class QueryHistory(Message):
     call: CallId
 
 
+class QueryOutput(Message):
+    """Request what is kept of the cells with this number: several clients, and a restarted one, count from 1."""
+
+    call: CallId
+    number: int
+
+
+class QueryUnattended(Message):
+    """Request the running cells, and (as history) those that ended after their client was gone, until acknowledged."""
+
+    call: CallId
+
+
+class FollowCall(Message):
+    """Receive the output and the end of a cell whose client is gone, beginning with what was printed since."""
+
+    call: CallId  # the cell's own
+
+
+class AcknowledgeCells(Message):
+    """The user knows now that these cells ended without their client."""
+
+    calls: tuple[CallId, ...]
+
+
 class StopMesh(Message):
     call: CallId
 

@@ -72,6 +72,7 @@ class RankInfo(Struct, frozen=True, gc=False):
     rss_bytes: int | None = None
     peak_rss_bytes: int | None = None
     exit: str | None = None  # "killed by SIGKILL", "exited with 3"
+    incarnation: int = 0  # how many processes it had before this one
 
 
 class MeshInfo(Struct, frozen=True, gc=False):

@@ -160,12 +160,14 @@ class InputRequest(Message):
 
 
 class CommandReply(Message):
-    """The reply to a command that ranks do not handle: status, logs, history, stop."""
+    """The reply to a command that ranks do not handle: status, logs, history, output, stop."""
 
     call: CallId
     info: MeshInfo | None = None
     text: str | None = None
     history: tuple[HistoryEntry, ...] = ()
+    kept: tuple[KeptCell, ...] = ()
+    open_calls: tuple[OpenCall, ...] = ()
 
 
 class Refused(Message):
@@ -220,6 +222,8 @@ class OpenCall(Struct, frozen=True, gc=False):
     ranks: Ranks
     client: str
     seconds: float  # since the call was opened
+    number: int | None = None  # of the cell
+    orphaned: bool = False  # its client is gone
 
 
 class HistoryEntry(Struct, frozen=True, gc=False):
@@ -231,3 +235,13 @@ class HistoryEntry(Struct, frozen=True, gc=False):
     seconds: float | None  # None: still running
     status: str  # "running", "ok", "error", "interrupted", "lost"
     setup: bool = False
+    call: CallId = CallId("")
+    num_lines: int | None = None  # that it printed; None: nothing of it is kept, or there was nothing to keep
+
+
+class KeptCell(Struct, frozen=True, gc=False):
+    """What is kept of a cell's output and of how it ended. Rank values are there to be shown, and not to be fetched."""
+
+    entry: HistoryEntry
+    items: tuple[FoldedItem, ...]
+    finished: CallFinished | None  # without items; None: it still runs

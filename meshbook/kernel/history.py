@@ -1,0 +1,40 @@
+"""`%mesh history` and `%mesh logs`: the cells that ran on a mesh, what one of them showed, and what a rank printed."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.past_cells import fetch_past_cells
+from meshbook.controller.tables import Table, history_table
+from meshbook.kernel.notebook import Notebook
+
+_LOG_BYTES_ONE_RANK = 1 << 16
+_LOG_BYTES_PER_RANK = 1 << 12
+
+
+def show_history(notebook: Notebook, mesh: Mesh, options: argparse.Namespace) -> Table | None:
+    """Return the cells that ran; with a number, show under the current cell what the latest such cell showed.
+
+    Raises:
+        UsageError: no output of a cell with this number is kept.
+    """
+    if options.number is None:
+        return history_table(mesh.history())
+    *earlier, latest = fetch_past_cells(mesh.session, options.number)
+    for cell in (*(earlier if options.all else ()), latest):
+        notebook.front_end.show_past_cell(cell)
+    if earlier and not options.all:
+        others = "an earlier cell" if len(earlier) == 1 else f"{len(earlier)} earlier cells"
+        notebook.front_end.show_note(f"{others} had the same number: %mesh history {options.number} --all")
+    return None
+
+
+def show_logs(mesh: Mesh, rank: int | None) -> None:
+    """Print the last output of a rank, more of it than of each rank where all are asked for (None)."""
+    ranks = mesh.ranks if rank is None else (rank,)
+    for one in ranks:
+        text = mesh.logs(one, _LOG_BYTES_ONE_RANK if len(ranks) == 1 else _LOG_BYTES_PER_RANK)
+        if len(ranks) > 1:
+            print(f"---- rank {one}")
+        print(text.rstrip("\n") if text else f"(rank {one} has printed nothing)")

@@ -1,0 +1,530 @@
+"""Ranks that are killed for real, and the new processes in their place: what those have, and that the others go on.
+
+Training after a heal is compared with the same training on a mesh that lost nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import meshbook
+from meshbook.actor import Actor, SupervisionError, endpoint
+from meshbook.controller.healed import Healed
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import CellError, HealError, RankLost
+from tests.controller.test_run import when
+from tests.gate import Gate
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def trio() -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def pair() -> Iterator[Mesh]:
+    with create_mesh(2) as mesh:
+        yield mesh
+
+
+def kill(mesh: Mesh, *ranks: int) -> None:
+    """Kill ranks, and wait until their death is known here."""
+    for rank in ranks:
+        pid = mesh.status().ranks[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    when(lambda: set(ranks) <= set(mesh.session.lost))
+
+
+def values(mesh: Mesh, source: str) -> dict[int, Any]:
+    return dict(mesh.run(source, echo=False).values)
+
+
+def pids(mesh: Mesh) -> dict[int, int | None]:
+    return {rank.rank: rank.pid for rank in mesh.status().ranks}
+
+
+# ---- the new process, and those that stay
+
+
+def test_a_new_process_takes_the_number_of_the_dead_one_and_the_others_keep_theirs(trio: Mesh) -> None:
+    trio.run("mine = rank * 10", echo=False)
+    before = pids(trio)
+    kill(trio, 1)
+    healed = trio.heal()
+    after = pids(trio)
+    assert (healed.ranks, trio.session.lost) == ((1,), ())
+    assert [rank for rank in before if before[rank] != after[rank]] == [1]
+    assert values(trio, "rank, local_rank, world_size, mine") == {rank: (rank, rank, 3, rank * 10) for rank in range(3)}
+    assert values(trio, "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)") == dict.fromkeys(range(3), 6)
+
+
+def test_what_it_says_names_the_rank_what_came_from_where_and_what_did_not(trio: Mesh) -> None:
+    trio.run("import math\ndef half(x): return x / 2", echo=False)
+    trio.run("step = 5\nshare = torch.arange(3) * rank", echo=False)
+    kill(trio, 2)
+    text = str(trio.heal())
+    first, *rest = text.splitlines()
+    assert re.fullmatch(
+        r"rank 2 is back \(fresh process, .*s\) · imports and definitions of 2 cells · "
+        r"step, torch's random state from rank 0 \(equal on all others\) · groups formed anew",
+        first,
+    ), first
+    assert rest == ["not on rank 2: share (it differs between the other ranks)"]
+    assert values(trio, "half(step)") == dict.fromkeys(range(3), 2.5)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 2), (0, 1, 2)])
+def test_any_ranks_can_be_replaced_at_once(trio: Mesh, lost: tuple[int, ...]) -> None:
+    trio.run("mine = rank", echo=False)
+    kill(trio, *lost)
+    assert trio.heal().ranks == lost
+    assert values(trio, "t = torch.ones(1) * rank\ndist.all_reduce(t)\nint(t)") == dict.fromkeys(range(3), 3)
+    assert values(trio, "mine") == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_rank_can_be_replaced_again_and_again(pair: Mesh) -> None:
+    pair.run("total = 0", echo=False)
+    for turn in range(4):
+        pair.run("total += 1", echo=False)
+        kill(pair, turn % 2)
+        pair.heal()
+        assert values(pair, "total") == {0: turn + 1, 1: turn + 1}
+    assert pair.status().group_generation == 5
+
+
+def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
+    (server,) = set(values(pair, "__import__('os').getppid()").values())
+    os.kill(server, signal.SIGKILL)
+    when(lambda: len(pair.session.lost) == 2)
+    pair.heal()
+    assert set(values(pair, "__import__('os').getppid()").values()) != {server}
+    assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
+
+
+def test_ranks_in_fresh_interpreters_and_on_several_hosts_are_replaced() -> None:
+    with create_mesh(3, num_hosts=2, start_method="fresh") as mesh:
+        kill(mesh, 2)
+        mesh.heal()
+        assert values(mesh, "t = torch.ones(1) * rank\ndist.all_reduce(t)\nint(t), local_rank") == {
+            0: (3, 0), 1: (3, 1), 2: (3, 0),
+        }  # fmt: skip
+
+
+def test_ranks_without_process_groups_are_replaced_and_nothing_is_copied() -> None:
+    with create_mesh(2, process_group=False) as mesh:
+        mesh.run("x = 7\ny = list([x])", echo=False)
+        kill(mesh, 1)
+        healed = mesh.heal()
+        assert healed.restored == {}
+        assert values(mesh, "rank, 'y' in globals()") == {0: (0, True), 1: (1, False)}
+
+
+def test_a_mesh_that_lost_nobody_says_that_there_is_nothing_to_heal(mesh: Mesh) -> None:
+    healed = mesh.heal()
+    assert (healed.ranks, str(healed)) == ((), "nothing to heal: all 4 ranks are alive")
+
+
+def test_the_function_for_loops_returns_the_mesh(pair: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    kill(pair, 1)
+    assert meshbook.heal_mesh(pair) is pair
+    assert capsys.readouterr().out.startswith("rank 1 is back (fresh process")
+
+
+def test_a_loop_that_catches_the_loss_heals_and_runs_the_failed_step_again(pair: Mesh) -> None:
+    pair.run(
+        "def step(i):\n    t = torch.full((1,), float(i))\n    dist.all_reduce(t)\n    return t.item()", echo=False
+    )
+    found = []
+    for i in range(4):
+        try:
+            if i == 2 and not pair.session.lost:
+                os.kill(pids(pair)[1], signal.SIGKILL)  # type: ignore[arg-type]
+                pair.run("dist.barrier()", echo=False)
+            found.append(values(pair, f"step({i})"))
+        except RankLost:
+            meshbook.heal_mesh(pair)
+            found.append(values(pair, f"step({i})"))
+    assert found == [{0: 2.0 * i, 1: 2.0 * i} for i in range(4)]
+
+
+# ---- cells that are replayed
+
+
+def test_setup_cells_run_whole_and_of_others_what_defines(trio: Mesh) -> None:
+    trio.run("built = [f'on {rank}']\nprint('building')", setup=True, echo=False)
+    trio.run(
+        "from math import pi\nLIMIT = 2 * 3\ncalls = []\nclass Box:\n    size = LIMIT\ncalls.append(1)", echo=False
+    )
+    kill(trio, 1)
+    healed = trio.heal()
+    assert (healed.replayed, healed.num_defined, healed.failed) == (("the cell",), 1, {})
+    assert values(trio, "built, pi > 3, LIMIT, Box.size, calls") == {
+        rank: ([f"on {rank}"], True, 6, 6, [1]) for rank in range(3)
+    }
+
+
+def test_a_setup_cell_may_use_collectives_and_build_models_without_the_others(trio: Mesh) -> None:
+    trio.run(
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 4))\n",
+        setup=True,
+        echo=False,
+    )
+    kill(trio, 1)
+    healed = trio.heal()
+    assert healed.failed == {}
+    assert values(trio, "int(t)") == dict.fromkeys(range(3), 3)
+    weights = values(trio, "model.module.weight.detach().sum().item()")
+    assert len(set(weights.values())) == 1
+
+
+def test_a_setup_cell_that_fails_on_the_new_rank_is_named_and_the_rest_is_done(pair: Mesh, gate: Gate) -> None:
+    pair.run(
+        f"import os\nassert not os.path.exists({str(gate.path)!r}), 'no second time'\na = 1", setup=True, echo=False
+    )
+    pair.run("b = rank", setup=True, echo=False)
+    gate.open()
+    kill(pair, 1)
+    healed = pair.heal()
+    assert healed.failed == {"the cell": "AssertionError: no second time"}
+    assert "not replayed: the cell: AssertionError: no second time" in str(healed)
+    assert not healed.complete
+    assert values(pair, "b") == {0: 0, 1: 1}
+
+
+def test_the_replay_can_be_left_out(pair: Mesh) -> None:
+    pair.run("def f(): return 1", echo=False)
+    pair.run("ran = rank", setup=True, echo=False)
+    kill(pair, 1)
+    healed = pair.heal(replay=False, share=False)
+    assert (healed.replayed, healed.num_defined, healed.restored) == ((), 0, {})
+    assert values(pair, "'f' in globals(), 'ran' in globals()") == {0: (True, True), 1: (False, False)}
+
+
+# ---- what the others hold
+
+
+TRAINING = """
+from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
+
+def batch(number):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(6, 8, generator=generator)
+
+def train(number):
+    loss = model(batch(number)).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return loss.item()
+"""
+DDP = """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)))
+opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+"""
+HSDP = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+for layer in (model[0], model[2], model):
+    fully_shard(layer, mesh=mesh)
+opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+"""
+
+
+@pytest.mark.parametrize("in_setup", [True, False], ids=["built by a setup cell", "copied whole"])
+def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None:
+    with create_mesh(2) as mesh, create_mesh(2) as calm:
+        for each in (mesh, calm):
+            each.run(TRAINING, echo=False)
+            each.run(DDP, setup=in_setup, echo=False)
+        steps = [[values(each, f"train({number})") for number in range(3)] for each in (mesh, calm)]
+        assert steps[0] == steps[1]
+        kill(mesh, 1)
+        healed = mesh.heal()
+        assert {"model", "opt"} <= healed.restored[1].keys(), healed
+        assert healed.complete, healed
+        for number in range(3, 8):
+            assert values(mesh, f"train({number})") == values(calm, f"train({number})")
+
+
+def test_a_model_that_is_sharded_and_replicated_comes_from_its_replica() -> None:
+    axes = {"dp": 2, "tp": 2}
+    with create_mesh(axes) as mesh, create_mesh(axes) as calm:
+        for each in (mesh, calm):
+            each.run(TRAINING, echo=False)
+            each.run(HSDP, setup=True, echo=False)
+            for number in range(2):
+                each.run(f"train({number})", echo=False)
+        kill(mesh, 1)
+        healed = mesh.heal()
+        assert (healed.restored[1]["model"], healed.restored[1]["opt"]) == (3, 3)
+        assert "model, layer, opt from rank 3 (replica on dp)" in str(healed)
+        for number in range(2, 5):
+            assert values(mesh, f"train({number})") == values(calm, f"train({number})")
+
+
+def test_a_model_that_no_other_rank_has_is_named_as_missing() -> None:
+    with create_mesh(3) as mesh:
+        mesh.run(TRAINING, echo=False)
+        mesh.run(HSDP, setup=True, echo=False)
+        mesh.run("train(0)", echo=False)
+        kill(mesh, 1)
+        healed = mesh.heal()
+        assert set(healed.missing[1]) == {"model", "layer", "opt"}
+        assert "not on rank 1: model, layer, opt (it differs between the other ranks)" in str(healed)
+
+
+def test_a_value_computed_from_the_rank_is_not_taken_from_ranks_that_happen_to_agree(trio: Mesh) -> None:
+    trio.run("is_main = rank == 0\nif rank == 0:\n    log_level = 'info'\nelse:\n    log_level = 'off'", echo=False)
+    trio.run("role = max(is_main, False)", echo=False)
+    kill(trio, 0)
+    healed = trio.heal()
+    assert healed.missing[0] == {"role": "cells compute it from the rank"}
+    assert values(trio, "is_main, log_level") == {0: (True, "info"), 1: (False, "off"), 2: (False, "off")}
+
+
+def test_with_one_other_rank_what_it_holds_is_taken_and_that_nothing_was_compared_is_said(pair: Mesh) -> None:
+    pair.run("step = 3", echo=False)
+    kill(pair, 0)
+    assert "step" in (text := str(pair.heal()))
+    assert "(rank 1 is the only other: nothing to compare with)" in text
+    assert values(pair, "step") == {0: 3, 1: 3}
+
+
+def test_objects_that_refer_to_each_other_do_so_on_the_new_rank(trio: Mesh) -> None:
+    trio.run(
+        "class Trainer:\n    def __init__(self, net, scale): self.net, self.scale = net, scale\n"
+        "    def run(self): return self.scale(self.net.weight.sum().item())",
+        echo=False,
+    )
+    trio.run(
+        "torch.manual_seed(1)\nfactor = 4\nnet = torch.nn.Linear(2, 2)\nscale = lambda x: x * factor\n"
+        "trainer = Trainer(net, scale)\nopt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)",
+        echo=False,
+    )
+    kill(trio, 1)
+    assert trio.heal().complete
+    trio.run("factor = 5", echo=False)
+    found = values(trio, "trainer.net is net, opt.param_groups[0]['params'][0] is net.weight, trainer.run()")
+    assert found[1] == found[0] == (True, True, found[0][2])
+    assert values(trio, "scale(1)") == dict.fromkeys(range(3), 5)
+
+
+def test_an_optimizer_refers_to_the_parameters_that_a_setup_cell_has_built(trio: Mesh) -> None:
+    trio.run("net = torch.nn.Linear(2, 2)\nfor p in net.parameters(): torch.nn.init.ones_(p)", setup=True, echo=False)
+    trio.run("opt = torch.optim.SGD(net.parameters(), lr=0.5)", echo=False)
+    kill(trio, 2)
+    assert trio.heal().complete
+    trio.run("net(torch.ones(2)).sum().backward()\nopt.step()", echo=False)
+    assert values(trio, "net.bias.tolist()") == {rank: [0.5, 0.5] for rank in range(3)}
+
+
+def test_groups_and_meshes_of_the_users_own_work_again_without_touching_the_objects(trio: Mesh) -> None:
+    trio.run(
+        "pair = dist.new_group([0, 1])\nends = dist.new_group([0, 2])\nthird = dist.new_group([2])\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "line = init_device_mesh('cpu', (3,), mesh_dim_names=('x',))",
+        echo=False,
+    )
+    before = values(trio, "id(pair), id(line)")
+    kill(trio, 1)
+    assert trio.heal().complete
+    after = values(trio, "id(pair), id(line)")
+    assert (before[0], before[2]) == (after[0], after[2])
+    trio.run("""
+def total(group):
+    t = torch.ones(1) * (rank + 1)
+    dist.all_reduce(t, group=group)
+    return int(t)
+""", echo=False)  # fmt: skip
+    assert values(trio, "total(pair) if rank in (0, 1) else None") == {0: 3, 1: 3}
+    assert values(trio, "total(ends) if rank in (0, 2) else None") == {0: 4, 2: 4}
+    assert values(trio, "total(line.get_group('x'))") == dict.fromkeys(range(3), 6)
+    assert values(trio, "total(dist.new_group([0, 1, 2]))") == dict.fromkeys(range(3), 6)
+
+
+def test_a_process_group_in_a_setup_cell_keeps_its_name_beside_those_of_other_cells(trio: Mesh) -> None:
+    trio.run("unused = dist.new_group([0, 1, 2])", echo=False)
+    trio.run("everyone = dist.new_group([0, 1, 2])\npair = dist.new_group([1, 2])", setup=True, echo=False)
+    kill(trio, 1)
+    trio.heal()
+    source = "t = torch.ones(1)\ndist.all_reduce(t, group=everyone)\nif rank: dist.all_reduce(t, group=pair)\nint(t)"
+    assert values(trio, source) == {0: 3, 1: 6, 2: 6}
+
+
+# ---- at a bad moment
+
+
+def test_healing_while_a_cell_runs_is_refused_with_its_name(trio: Mesh, gate: Gate) -> None:
+    future = trio.run(f"print('begun')\n{gate.wait}", ranks=[0, 1], wait=False, echo=False)
+    when(lambda: all("begun" in trio.logs(rank) for rank in (0, 1)))
+    kill(trio, 2)
+    with pytest.raises(HealError, match=r"the cell runs on ranks 0-1; wait for it, or press Stop"):
+        trio.heal()
+    gate.open()
+    future.result(DEADLINE_S)
+    assert trio.heal().ranks == (2,)
+
+
+def test_healing_right_after_a_loss_waits_until_the_cell_of_the_lost_rank_has_ended(trio: Mesh, gate: Gate) -> None:
+    future = trio.run(f"print('begun')\n{gate.wait}", wait=False, echo=False)
+    when(lambda: all("begun" in trio.logs(rank) for rank in range(3)))
+    os.kill(pids(trio)[1], signal.SIGKILL)  # type: ignore[arg-type]
+    when(lambda: trio.session.lost == (1,))
+    assert trio.heal().ranks == (1,)
+    assert isinstance(future.exception(DEADLINE_S), RankLost)
+    assert values(trio, "rank") == {0: 0, 1: 1, 2: 2}
+
+
+def start_heal_and_wait_for(mesh: Mesh, word: str, rank: int) -> Any:
+    """Begin to heal in the background, and wait until the new rank has printed a word in its setup cell."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(mesh.heal)
+    executor.shutdown(wait=False)
+    when(lambda: word in mesh.logs(rank) or future.done())
+    assert not future.done(), future
+    return future
+
+
+SECOND_TIME = """
+import os, sys
+if os.path.exists({path!r} + '.second'):
+    os.write(1, b'again\\n')
+    {wait}
+"""
+
+
+@pytest.fixture
+def stuck_setup(trio: Mesh, gate: Gate) -> Gate:
+    """A setup cell that waits at a gate when it runs on a new rank."""
+    trio.run(SECOND_TIME.format(path=str(gate.path), wait=gate.wait), setup=True, echo=False)
+    marker = gate.path.with_name(gate.path.name + ".second")
+    marker.touch()
+    return gate
+
+
+def test_a_cell_that_is_sent_while_the_mesh_is_healed_runs_afterwards(trio: Mesh, stuck_setup: Gate) -> None:
+    trio.run("step = 1", echo=False)
+    kill(trio, 1)
+    healing = start_heal_and_wait_for(trio, "again", 1)
+    late = trio.run("step + rank", wait=False, echo=False, ranks=None)
+    with pytest.raises(HealError, match="being healed already"):
+        trio.heal()
+    stuck_setup.open()
+    assert healing.result(DEADLINE_S).ranks == (1,)
+    assert dict(late.result(DEADLINE_S).values) == {0: 1, 1: 2, 2: 3}
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["the new rank", "another rank"])
+def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_next_one_succeeds(
+    trio: Mesh, stuck_setup: Gate, victim: int
+) -> None:
+    trio.run("step = 1", echo=False)
+    kill(trio, 1)
+    healing = start_heal_and_wait_for(trio, "again", 1)
+    kill(trio, victim)
+    stuck_setup.open()
+    with pytest.raises(HealError, match="%mesh heal"):
+        healing.result(DEADLINE_S)
+    healed = trio.heal()
+    assert healed.ranks == (victim,)
+    assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t), step") == dict.fromkeys(range(3), (3, 1))
+
+
+def test_stop_ends_a_setup_cell_that_never_ends_on_the_new_rank(trio: Mesh, stuck_setup: Gate) -> None:
+    trio.run("step = 1", echo=False)
+    kill(trio, 1)
+    healing = start_heal_and_wait_for(trio, "again", 1)
+    trio.interrupt()
+    healed: Healed = healing.result(DEADLINE_S)
+    assert healed.failed == {"the cell": "was stopped, and the cells after it were not replayed"}
+    assert values(trio, "step") == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_lost_rank_that_is_asked_for_by_number_is_refused_until_the_mesh_is_healed(pair: Mesh) -> None:
+    kill(pair, 1)
+    with pytest.raises(RankLost, match="%mesh heal"):
+        pair.run("1", ranks=1)
+    pair.heal()
+    assert values(pair, "rank") == {0: 0, 1: 1}
+
+
+def test_a_dead_ranks_log_goes_on_in_that_of_the_new_process(pair: Mesh) -> None:
+    pair.run("print('first life')", echo=False)
+    kill(pair, 1)
+    pair.heal()
+    pair.run("print('second life')", echo=False)
+    assert re.search("first life.*second life", pair.logs(1), re.DOTALL)
+
+
+def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
+    kill(pair, 1)
+    pair.heal()
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        pair.run("1 / 0")
+
+
+# ---- remote tensors and actors
+
+
+def test_tensors_of_before_say_that_a_part_is_lost_and_new_ones_compute(pair: Mesh) -> None:
+    before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    idle = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert before.sum().item() == 6
+    kill(pair, 1)
+    with pytest.raises(RankLost, match=r"a part of every tensor of this mesh is gone: %mesh heal, then make them anew"):
+        before.sum().item()
+    pair.heal()
+    for tensor in (before, idle):
+        with pytest.raises(RankLost, match=r"%mesh heal"):
+            tensor.sum().item()
+    again = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert (again * 2).sum().item() == 12
+
+
+def test_a_tensor_that_was_not_used_while_the_rank_was_dead_says_so_too(pair: Mesh) -> None:
+    before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
+    assert before.sum().item() == 6
+    kill(pair, 1)
+    pair.heal()
+    with pytest.raises(RankLost, match="rank 1 has a new process since this tensor was made"):
+        before.sum().item()
+
+
+class Counter(Actor):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @endpoint
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_the_new_process(pair: Mesh) -> None:
+    counters = pair.spawn("counters", Counter)
+    assert [value for _, value in counters.add.call().get().items()] == [1, 1]
+    kill(pair, 1)
+    pair.heal()
+    assert counters.slice(rank=0).add.call_one().get() == 2
+    with pytest.raises(SupervisionError, match="rank 1 of 'counters' is lost"):
+        counters.add.call().get()
+    anew = pair.spawn("counters_again", Counter)
+    assert [value for _, value in anew.add.call().get().items()] == [1, 1]

@@ -1,0 +1,105 @@
+"""Which cells' output a page has missed, by the sessions of messages. No kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshbook.kernel.page_sessions import PageSessions, missed_output_note
+
+
+class Notebook:
+    """Cells of one notebook, one after the other."""
+
+    def __init__(self) -> None:
+        self.pages = PageSessions()
+        self.number = 0
+
+    def begin(self, page: str) -> tuple[int, ...]:
+        self.number += 1
+        return self.pages.cell_began(page)
+
+    def end(self, page: str, *, on_ranks: bool = True) -> None:
+        self.pages.cell_ended(page, self.number if on_ranks else None)
+
+    def run(self, page: str, **options: bool) -> tuple[int, ...]:
+        missed = self.begin(page)
+        self.end(page, **options)
+        return missed
+
+
+def test_a_page_that_is_new_while_a_cell_runs_has_missed_that_cell_and_hears_it_once() -> None:
+    notebook = Notebook()
+    assert notebook.run("a") == ()
+    assert notebook.begin("a") == ()
+    notebook.pages.saw("b")
+    notebook.end("a")
+    assert notebook.run("b") == (2,)
+    assert notebook.run("b") == ()
+
+
+def test_it_has_missed_the_cells_that_were_queued_too_but_none_from_before() -> None:
+    notebook = Notebook()
+    notebook.run("a")
+    notebook.begin("a")
+    notebook.pages.saw("b")
+    notebook.end("a")
+    notebook.run("a")
+    notebook.run("a", on_ranks=False)
+    notebook.run("a")
+    assert notebook.run("b") == (2, 3, 5)
+
+
+def test_a_page_that_is_opened_while_nothing_runs_has_missed_nothing_that_is_known() -> None:
+    notebook = Notebook()
+    notebook.run("a")
+    notebook.pages.saw("b")
+    assert notebook.run("b") == ()
+
+
+def test_the_page_whose_cell_ran_has_missed_nothing_when_another_is_opened() -> None:
+    notebook = Notebook()
+    notebook.begin("a")
+    notebook.pages.saw("b")
+    notebook.end("a")
+    assert notebook.run("a") == ()
+
+
+def test_a_page_that_was_reloaded_twice_has_missed_all_since_it_was_first_seen() -> None:
+    notebook = Notebook()
+    notebook.begin("a")
+    notebook.pages.saw("b")
+    notebook.pages.saw("c")
+    notebook.end("a")
+    assert notebook.run("c") == (1,)
+
+
+def test_a_cell_that_ran_in_the_notebooks_own_process_is_not_in_the_history() -> None:
+    notebook = Notebook()
+    notebook.begin("a")
+    notebook.pages.saw("b")
+    notebook.end("a", on_ranks=False)
+    assert notebook.run("b") == ()
+
+
+def test_a_thousand_other_sessions_do_not_make_a_known_page_a_new_one() -> None:
+    notebook = Notebook()
+    for number in range(5000):
+        notebook.pages.saw(f"probe {number}")
+        assert notebook.run("a") == ()
+    notebook.begin("a")
+    notebook.pages.saw("b")
+    notebook.end("a")
+    assert notebook.run("a") == ()
+    assert notebook.run("b") == (5001, 5002)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((7,), "while cell 7 ran; its whole output: %mesh history 7"),
+        ((7, 8), "while cells 7-8 ran; their whole output: %mesh history 7, %mesh history 8"),
+        ((1, 2, 3, 9), "cells 1-3,9 ran; their whole output: %mesh history 1, %mesh history 2, %mesh history 3, …"),
+    ],
+)
+def test_the_note_says_where_the_output_is(numbers: tuple[int, ...], expected: str) -> None:
+    assert missed_output_note(numbers).endswith(expected)

@@ -1,0 +1,173 @@
+"""The steps by which lost ranks are replaced, as the supervisor decides them: events in, effects out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from meshbook.supervisor import effects as s
+from meshbook.wire import messages
+from meshbook.wire.messages import Outcome, OutcomeGroup
+from tests.supervisor.test_state import World, messages_of
+
+
+class LostRank(World):
+    """A mesh of four ranks on some hosts, whose rank 1 has been lost."""
+
+    def __init__(self, *, num_hosts: int = 1, cells: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(num_hosts=num_hosts)
+        if num_hosts == 2:
+            self.finish("form-1", ranks=(2, 3), host=1)
+        for number, options in enumerate(cells):
+            call = f"before-{number}"
+            self.say(messages.RunCell(call=call, ranks=(0, 1, 2, 3), label=f"cell {number}", **options))  # type: ignore[arg-type]
+            self.finish(call)
+        self.lose(1)
+
+    def lose(self, rank: int) -> list[s.Effect]:
+        exited = messages.RankExited(
+            rank=rank, pid=7, exit_code=None, signal=9, host="box", last_lines=(), last_collective=None
+        )
+        return self.host(exited)
+
+    def heal(self, call: str = "heal", **options: Any) -> list[s.Effect]:
+        return self.say(messages.HealMesh(call=call, **options))  # type: ignore[arg-type]
+
+    def healed(self, steps: Iterable[s.Effect]) -> messages.MeshHealed:
+        (found,) = messages_of(steps, messages.MeshHealed)
+        return found
+
+    def reply_to(self, command: Any, replies: dict[int, Any]) -> list[s.Effect]:
+        parts = tuple(OutcomeGroup((rank,), Outcome(status="ok", reply=reply)) for rank, reply in replies.items())
+        return self.host(messages.CallFinished(call=command.call, outcomes=parts, seconds=0.1))
+
+
+NOTHING = {"restored": {}, "missing": {}}
+
+
+def refusal(steps: Iterable[s.Effect]) -> str:
+    (refused,) = messages_of(steps, messages.Refused)
+    assert refused.error == "HealError"
+    return refused.text
+
+
+def test_the_steps_are_start_form_replay_share() -> None:
+    mesh = LostRank(cells=[{"source": "import a", "setup": True}, {"source": "is_main = rank == 0"}])
+    begun = mesh.heal()
+    (start,) = messages_of(begun, messages.StartRanks)
+    (form,) = messages_of(begun, messages.FormGroups)
+    assert (start.ranks, start.host_ranks, start.world_size) == ((1,), (0, 1, 2, 3), 4)
+    assert (form.ranks, form.generation) == ((0, 1, 2, 3), 2)
+    (replay,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ReplayCells)
+    assert replay.ranks == (1,)
+    assert [(cell.source, cell.setup) for cell in replay.cells] == [("import a", True), ("is_main = rank == 0", False)]
+    reply = {"ran": ["cell 0"], "defined": 1, "failed": []}
+    (share,) = messages_of(mesh.reply_to(replay, {1: reply}), messages.ShareState)
+    assert (share.ranks, share.new_ranks, share.rank_dependent) == ((0, 1, 2, 3), (1,), ("is_main",))
+    state = {"restored": {"x": [0, "equal on all others"]}, "missing": {"y": "it differs"}}
+    healed = mesh.healed(mesh.reply_to(share, {0: NOTHING, 1: state, 2: NOTHING, 3: NOTHING}))
+    assert (healed.ranks, healed.ran, healed.num_defined) == ((1,), ("cell 0",), 1)
+    assert (healed.restored, healed.missing) == ({1: {"x": (0, "equal on all others")}}, {1: {"y": "it differs"}})
+    assert [rank.state for rank in healed.info.ranks] == ["idle"] * 4
+    assert [rank.incarnation for rank in healed.info.ranks] == [0, 1, 0, 0]
+
+
+def test_each_host_starts_its_own_ranks() -> None:
+    mesh = LostRank(num_hosts=2)
+    mesh.lose(3)
+    starts = [step for step in mesh.heal() if isinstance(step, s.SendToHosts)]
+    found = {step.hosts: step.message.ranks for step in starts if isinstance(step.message, messages.StartRanks)}
+    assert found == {(0,): (1,), (1,): (3,)}
+
+
+def test_ranks_of_a_host_that_is_gone_are_refused() -> None:
+    mesh = World(num_hosts=2)
+    mesh.finish("form-1", ranks=(2, 3), host=1)
+    mesh.state.host_exited(1, "was killed", mesh.now)
+    text = refusal(mesh.say(messages.HealMesh(call="heal")))  # type: ignore[arg-type]
+    assert text.startswith("ranks 2-3 ran on host 1, which was killed")
+
+
+def test_a_whole_mesh_has_nothing_to_heal() -> None:
+    mesh = World()
+    (healed,) = messages_of(mesh.say(messages.HealMesh(call="heal")), messages.MeshHealed)  # type: ignore[arg-type]
+    assert healed.ranks == ()
+
+
+def test_cells_that_are_sent_meanwhile_wait_until_the_end() -> None:
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    assert messages_of(mesh.run("c1"), messages.RunCell) == []
+    (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
+    ended = mesh.reply_to(share, dict.fromkeys(range(4), NOTHING))
+    assert [cell.call for cell in messages_of(ended, messages.RunCell)] == ["c1"]
+
+
+def test_a_second_attempt_at_the_same_time_is_refused() -> None:
+    mesh = LostRank()
+    mesh.heal()
+    assert refusal(mesh.heal("again")) == "the mesh is being healed already; wait for it"
+
+
+def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_another_may_follow() -> None:
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    mesh.lose(2)
+    failed = mesh.finish(form.call, status="lost")
+    assert "could not be healed: the process groups could not be formed" in refusal(failed)
+    (start,) = messages_of(mesh.heal("again"), messages.StartRanks)
+    assert start.ranks == (2,)
+
+
+@pytest.mark.parametrize("victim", [1, 3], ids=["the new rank", "another rank"])
+def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: int) -> None:
+    mesh = LostRank(cells=[{"source": "import a"}])
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    (replay,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ReplayCells)
+    mesh.lose(victim)
+    if victim == 1:
+        failed = mesh.finish(replay.call, ranks=(1,), status="lost")
+    else:
+        failed = mesh.reply_to(replay, {1: {"ran": [], "defined": 1, "failed": []}})
+    text = refusal(failed)
+    assert "could not be healed" in text
+    assert "%mesh heal" in text
+    (start,) = messages_of(mesh.heal("again"), messages.StartRanks)
+    assert start.ranks == (victim,)
+
+
+def test_state_that_cannot_be_shared_leaves_a_living_rank_and_says_how_to_try_again() -> None:
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
+    error = messages.RankError(ename="OSError", evalue="no", traceback=())
+    text = refusal(mesh.finish(share.call, status="error", error=error))
+    assert "it has a new process, but what the others hold was not copied to it: ranks 0-3: OSError: no" in text
+    assert "%mesh kill 1, then %mesh heal" in text
+    assert mesh.state.info().groups == "broken"  # ranks may have come to different places: they are formed anew
+
+
+def test_nothing_is_replayed_or_shared_if_that_is_not_wanted() -> None:
+    mesh = LostRank(cells=[{"source": "import a"}])
+    (form,) = messages_of(mesh.heal(replay=False, share=False), messages.FormGroups)
+    assert mesh.healed(mesh.finish(form.call, reply={"backend": "gloo"})).ranks == (1,)
+
+
+def test_healing_waits_for_the_end_of_the_call_in_which_the_rank_was_lost_and_for_no_other() -> None:
+    mesh = World()
+    mesh.run("c1")
+    exited = messages.RankExited(
+        rank=1, pid=7, exit_code=None, signal=9, host="box", last_lines=(), last_collective=None
+    )
+    mesh.host(exited)
+    assert mesh.say(messages.HealMesh(call="heal")) == []  # type: ignore[arg-type]
+    (start,) = messages_of(mesh.finish("c1", status="interrupted"), messages.StartRanks)
+    assert start.ranks == (1,)
+
+
+def test_healing_while_another_cell_runs_is_refused_with_its_name() -> None:
+    mesh = LostRank()
+    mesh.run("c1", ranks=(0, 2))
+    assert refusal(mesh.heal()).startswith("cell 1 runs on ranks 0,2; wait for it, or press Stop")
