@@ -85,6 +85,19 @@ def _verify_alone(scene: Scene) -> None:
     _compare("a sum", found, {rank: sum(range(scene.seed % 1000)) + rank for rank in scene.mesh.ranks})
 
 
+# ---- many short cells
+
+
+def _cells(scene: Scene) -> None:
+    """Short cells, one after the other: a fault meets commands and answers on their way."""
+    turn = 0
+    while not scene.over.is_set():
+        found = run_cell_on_all(scene, f"short = rank * {turn}\nprint('turn {turn}')\nshort")
+        _compare(f"cell {turn}", found, {rank: rank * turn for rank in scene.mesh.ranks})
+        scene.begin_all()
+        turn += 1
+
+
 # ---- a loop without collectives
 
 
@@ -267,6 +280,7 @@ WORKS = {
     work.name: work
     for work in (
         Work("idle", _idle, _verify_alone, frozenset({"memory"})),
+        Work("cells", _cells, _verify_alone, frozenset({"memory"})),
         _cell_work("loop", _loop_cell, _check_loop, _verify_alone),
         _cell_work("collectives", _collectives_cell, _check_collectives, _verify_collectives, "connections"),
         _cell_work("ddp", _ddp_cell, _check_ddp, _verify_ddp, "connections"),

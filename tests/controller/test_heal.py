@@ -106,9 +106,13 @@ def test_a_rank_can_be_replaced_again_and_again(pair: Mesh) -> None:
 
 def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     (server,) = set(values(pair, "__import__('os').getppid()").values())
+    pair.run("again = 1", setup=True, echo=False)
+    pair.run("kept = list([rank])", echo=False)
     os.kill(server, signal.SIGKILL)
     when(lambda: len(pair.session.lost) == 2)
-    pair.heal()
+    healed = pair.heal()
+    assert healed.missing == dict.fromkeys((0, 1), {"kept": "no other rank was left that held it"})
+    assert "not on ranks 0-1: kept (no other rank was left that held it)" in str(healed)
     assert set(values(pair, "__import__('os').getppid()").values()) != {server}
     assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
 
@@ -128,6 +132,7 @@ def test_ranks_without_process_groups_are_replaced_and_nothing_is_copied() -> No
         kill(mesh, 1)
         healed = mesh.heal()
         assert healed.restored == {}
+        assert healed.missing == {1: {"y": "nothing is copied without process groups"}}
         assert values(mesh, "rank, 'y' in globals()") == {0: (0, True), 1: (1, False)}
 
 
@@ -211,6 +216,7 @@ def test_the_replay_can_be_left_out(pair: Mesh) -> None:
     kill(pair, 1)
     healed = pair.heal(replay=False, share=False)
     assert (healed.replayed, healed.num_defined, healed.restored) == ((), 0, {})
+    assert healed.missing == {1: {"f": "copying was turned off", "ran": "copying was turned off"}}
     assert values(pair, "'f' in globals(), 'ran' in globals()") == {0: (True, True), 1: (False, False)}
 
 
