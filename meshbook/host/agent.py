@@ -305,6 +305,7 @@ class HostAgent:
         if oom_killed:
             record.exit_reason += " because the host ran out of memory"
         self._sockets.drain(len(self.ledger.ranks))
+        self._sockets.forget(record.rank)
         now = self._loop.clock.monotonic()
         self._carry_out(self.ledger.finish_pending(record.rank, now))  # it ended before its last output arrived
         unread_output = self._read_pipes(record.rank, process)
