@@ -20,7 +20,7 @@ log = logging.getLogger("meshbook.host")
 
 # Messages of one rank that may be in a socket when it exits: it sends output at most 33 times a second.
 _MAX_LAST_MESSAGES = 256
-# Seconds between attempts to send to a rank whose connection has broken: it connects again after 0.1 s (ZMQ_RECONNECT_IVL).
+# Seconds between attempts to send to a rank whose connection has broken: it connects again after 0.1 s, zmq's default.
 _RESEND_S = 0.05
 
 
@@ -85,7 +85,7 @@ class RankSockets:
         self._send(self._service, rank, body)
 
     def _send(self, socket: zmq.Socket[bytes], rank: int, body: bytes) -> None:
-        """Send to a rank; keep it for later if its connection has broken. A rank that has not connected yet gets none."""
+        """Send to a rank; keep it for later if its connection has broken. Drop it if the rank never connected."""
         peer = self._identities.get(rank)
         if peer is None:
             return
