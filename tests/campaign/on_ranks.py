@@ -14,6 +14,7 @@ import socket
 import stat
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -194,13 +195,13 @@ def loader(folder: str, seed: int, rank: int) -> int:
     """Load batches through worker processes, whose memory is in /dev/shm; return how many epochs."""
     is_over, turn = _begin(folder, rank), 0
     while not is_over():
-        batches: Any = iter(DataLoader(Rows(seed), num_workers=1, timeout=30))
         try:
-            for index, batch in enumerate(batches):
+            for index, batch in enumerate(DataLoader(Rows(seed), num_workers=1, timeout=30)):
                 if not bool((batch == seed % 1000 + index).all()):
                     raise AssertionError(f"batch {index} holds other rows than its worker has made")
-        finally:
-            batches._shutdown_workers()  # the traceback of an error would keep them
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the iterator in them would keep its worker
+            raise
         turn += 1
     return turn
 

@@ -268,6 +268,24 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
 
 
+def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(trio: Mesh) -> None:
+    trio.run(
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()\n"
+        "wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)",
+        setup=True,
+        echo=False,
+    )
+    step = "wrapped(torch.ones(1, 4, dtype=torch.float64) * rank).sum().backward()"
+    trio.run(f"for _ in range(3): {step}", echo=False, timeout=30)
+    for lost in (2, 0):
+        kill(trio, lost)
+        trio.heal()
+    trio.run(f"for _ in range(3):\n    wrapped.zero_grad()\n    {step}", echo=False, timeout=30)
+    first = values(trio, "[p.grad.tolist() for p in model.parameters()]")
+    assert first[0] == first[1] == first[2]
+
+
 def test_a_model_that_is_sharded_and_replicated_comes_from_its_replica() -> None:
     axes = {"dp": 2, "tp": 2}
     with create_mesh(axes) as mesh, create_mesh(axes) as calm:
