@@ -45,7 +45,8 @@ class Peer:
         number = 0
         while "connection of rank 0 has broken" not in caplog.text:
             number += 1
-            self.socket.poll(0)  # it takes part in the end of its connection
+            self.socket.poll(0)  # both ends take part in the end of a connection
+            self.loop.run_once(0.0)
             self.sockets.send_work(0, b"%d" % number)
         return number
 
