@@ -57,7 +57,7 @@ def check_blame(draw: Draw, error: BaseException | None, lost: Collection[int]) 
     elif isinstance(error, (RankLost, SupervisionError)):
         wrong = "no rank has ended"
     else:
-        wrong = "" if _says(error, fault.said) else f"it says none of {', '.join(fault.said)}"
+        wrong = "" if says(error, fault.said) else f"it says none of {', '.join(fault.said)}"
     return [Problem("wrong blame", f"{wrong}: {_describe(error)}")] if wrong else []
 
 
@@ -66,11 +66,11 @@ def _check_loss(fault: Fault, draw: Draw, error: BaseException | None, lost: tup
         return f"ranks {lost} have ended, and the work came to its end"
     if fault.lost == "mesh":
         right = isinstance(error, NotAttached) or (isinstance(error, RankLost) and error.ranks == lost)
-        return "" if right and _says(error, fault.said) else "that the mesh has ended, and why, is not said"
+        return "" if right and says(error, fault.said) else "that the mesh has ended, and why, is not said"
     if isinstance(error, SupervisionError):
         if not any(f"rank {rank}" in str(error) or rank in error.ranks for rank in lost):
             return f"rank {lost} is not named"
-        return "" if _says(error, fault.said) else f"it says none of {', '.join(fault.said)}"
+        return "" if says(error, fault.said) else f"it says none of {', '.join(fault.said)}"
     if not isinstance(error, RankLost):
         return f"RankLost was to come for ranks {lost}"
     if error.ranks != lost:
@@ -102,12 +102,13 @@ def check_exit(draw: Draw, exits: dict[int, Any]) -> list[Problem]:
 def _check_stop(error: BaseException | None) -> str:
     if error is None or isinstance(error, KeyboardInterrupt):
         return ""
-    if isinstance(error, (CellError, ActorError)) and _says(error, ("KeyboardInterrupt", "stopped", "interrupted")):
+    if isinstance(error, (CellError, ActorError)) and says(error, ("KeyboardInterrupt", "stopped", "interrupted")):
         return ""
     return "it was stopped, and something else is said"
 
 
-def _says(error: BaseException, words: Collection[str]) -> bool:
+def says(error: BaseException, words: Collection[str]) -> bool:
+    """Whether an error's text, its class and its notes included, has one of these words."""
     text = f"{type(error).__name__} {error} {' '.join(getattr(error, '__notes__', ()))}"
     return any(word in text for word in words)
 
