@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-
 # Attribute of a DDP model: its buckets are no longer those of the beginning.
 _REBUCKETED = "_meshbook_rebucketed"
 
