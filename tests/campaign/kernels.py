@@ -53,6 +53,7 @@ def run_kernel_case(draw: Draw, result: Result, surroundings: Surroundings, fold
         front.close()
         front.manager.shutdown_kernel()
     result.outcome = "went on"
+    surroundings.clear()
     result.problems += checks.check_leaks(surroundings.run, before, (), ())
 
 
