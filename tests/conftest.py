@@ -90,14 +90,8 @@ def fork_server(folder: Path) -> Iterator[None]:
     server.wait(30)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """This run's own surroundings, for every process that a test starts.
-
-    It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
-    they began. What is left then is an error of the run, shown at the last test, whichever test began it.
-    """
-    run = Run()
+def isolate(run: Run) -> None:
+    """Give this process, and all that it starts, the surroundings of a run and nothing of the person who runs it."""
     os.environ.update(run.environment)
     # The tree under test and its kernelspec, in every kernel, supervisor and rank, whatever else is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -110,6 +104,17 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     os.environ["JUPYTER_CONFIG_DIR"] = str(run.home / "jupyter-config")
     os.environ["JUPYTER_DATA_DIR"] = str(run.home / "jupyter-data")
     os.environ["JUPYTER_RUNTIME_DIR"] = str(run.home / "jupyter-run")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """This run's own surroundings, for every process that a test starts.
+
+    It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
+    they began. What is left then is an error of the run, shown at the last test, whichever test began it.
+    """
+    run = Run()
+    isolate(run)
     folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
     with_meshes = not folders.isdisjoint(FOLDERS_WITH_MESHES) and importlib.util.find_spec("torch") is not None
     with fork_server(run.home) if with_meshes else nullcontext():

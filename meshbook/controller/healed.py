@@ -98,13 +98,16 @@ def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) ->
 
 
 def _describe_missing(missing: Mapping[int, Mapping[str, str]]) -> list[str]:
-    names_of: dict[tuple[str, Ranks], list[str]] = defaultdict(list)
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, found in missing.items():
         for name, why in found.items():
-            names_of[why, (rank,)].append(name)
+            ranks_of[name, why].append(rank)
+    names_of: dict[tuple[str, Ranks], list[str]] = defaultdict(list)
+    for (name, why), ranks in ranks_of.items():
+        names_of[why, tuple(ranks)].append(name)
     lines = []
-    for (why, ranks), names in list(names_of.items())[:_MAX_REASONS_SHOWN]:
-        lines.append(f"not on {name_ranks(ranks)}: {_names(names)} ({why})")
+    for (why, without), names in list(names_of.items())[:_MAX_REASONS_SHOWN]:
+        lines.append(f"not on {name_ranks(without)}: {_names(names)} ({why})")
     if len(names_of) > _MAX_REASONS_SHOWN:
         lines.append("... and more: mesh.heal() returns all of it as .missing")
     return lines

@@ -39,6 +39,7 @@ class PendingRequests:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._pending: dict[str, PendingRequest] = {}
+        self._end: str | None = None  # why there are no replies any more
         self._on_orphan_output, self._decline_input, self._on_error = on_orphan_output, decline_input, on_error
         self.report_handlers: dict[type, Callable[[Any], None]] = {
             messages.CallFinished: self._call_finished,
@@ -55,7 +56,10 @@ class PendingRequests:
         return len(self._pending)
 
     def add(self, call: str, opened: PendingRequest) -> None:
+        """Wait for the reply to a call. If `fail_all` was called before, on whichever thread, the call ends at once."""
         self._pending[call] = opened
+        if self._end is not None:
+            self.fail(call, errors.NotAttached(self._end))
 
     def discard(self, call: str) -> None:
         self._pending.pop(call, None)
@@ -87,7 +91,8 @@ class PendingRequests:
         return found is not None
 
     def fail_all(self, text: str) -> None:
-        """End every open call with NotAttached."""
+        """End every open call with NotAttached, and every one that is added from now on."""
+        self._end = text
         for call in list(self._pending):
             self.fail(call, errors.NotAttached(text))
 

@@ -288,19 +288,24 @@ class HostAgent:
         self._check_all_exited()
 
     def fork_server_exited(self, cause: str) -> None:
-        for pid in self._processes.pids():
-            self.process_exited(pid, signal.SIGKILL, cause)
+        # all exits before any conclusion: a call that ends with the first of them must not call the others alive
+        ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in self._processes.pids()]
+        for rank in ranks:
+            self._conclude_exit(rank)
 
-    def process_exited(self, pid: int, status: int, cause: str | None = None) -> None:
-        """Handle the exit of a rank's process.
+    def process_exited(self, pid: int, status: int) -> None:
+        """Handle the exit of a rank's process; `status` as returned by waitpid."""
+        self._conclude_exit(self._report_exit(pid, status))
+
+    def _report_exit(self, pid: int, status: int, cause: str | None = None) -> int | None:
+        """Report how a rank's process has ended; return its rank, None if it is no rank's.
 
         Args:
-            status: as returned by waitpid.
             cause: what ended it, if known; then `status` has no meaning.
         """
         found = self._processes.pop(pid)
         if found is None:
-            return
+            return None
         record, process = self.ledger.ranks[found[0]], found[1]
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None
@@ -309,6 +314,7 @@ class HostAgent:
         if oom_killed:
             record.exit_reason += " because the host ran out of memory"
         self._sockets.drain(len(self.ledger.ranks))
+        self._sockets.forget(record.rank)
         now = self._loop.clock.monotonic()
         self._carry_out(self.ledger.finish_pending(record.rank, now))  # it ended before its last output arrived
         unread_output = self._read_pipes(record.rank, process)
@@ -327,8 +333,13 @@ class HostAgent:
         self._snapshots.rank_exited(exited)
         if self._on_all_exited is None:  # not being stopped
             self._report(exited)
-        self._carry_out(self.ledger.rank_lost(record.rank, now))
-        self._check_all_exited()
+        return record.rank
+
+    def _conclude_exit(self, rank: int | None) -> None:
+        """Have the calls go on without a rank whose exit was reported."""
+        if rank is not None:
+            self._carry_out(self.ledger.rank_lost(rank, self._loop.clock.monotonic()))
+            self._check_all_exited()
 
     def _read_pipes(self, rank: int, process: RankProcess) -> str:
         """Fold the unread output of a rank; return it."""

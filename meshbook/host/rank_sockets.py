@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections import deque
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ log = logging.getLogger("meshbook.host")
 
 # Messages of one rank that may be in a socket when it exits: it sends output at most 33 times a second.
 _MAX_LAST_MESSAGES = 256
+# Seconds between attempts to send to a rank whose connection has broken: it connects again after 0.1 s, zmq's default.
+_RESEND_S = 0.05
 
 
 class RankSockets:
@@ -49,6 +52,8 @@ class RankSockets:
         # peers of our sockets that have shown the token
         self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = set()
         self._identities: dict[int, bytes] = {}  # of each rank's present process
+        # messages for ranks whose connection has broken, in order, until they have connected again
+        self._unsent: dict[tuple[zmq.Socket[bytes], bytes], deque[bytes]] = {}
         self._rejections = RateLimitedLog(log)
         self.addresses = f"ipc://{folder}/h{host}-work.sock", f"ipc://{folder}/h{host}-service.sock"
         self._work, self._service = (self._bind(context, address) for address in self.addresses)
@@ -56,21 +61,49 @@ class RankSockets:
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a broken connection is dropped silently
         socket.bind(address)
         self._loop.watch_socket(socket, lambda frames: self._on_message(socket, frames))
         return socket
 
     def expect(self, rank: int, incarnation: int) -> None:
         """Accept a new process of a rank, and none of its former ones any more."""
-        former = self._identities.get(rank)
-        self._authenticated -= {(self._work, former), (self._service, former)}
+        self.forget(rank)
         self._identities[rank] = spawn.rank_identity(rank, incarnation)
 
+    def forget(self, rank: int) -> None:
+        """Accept and send nothing more of a rank's process, which has exited."""
+        former = self._identities.pop(rank, b"")
+        for socket in (self._work, self._service):
+            self._authenticated.discard((socket, former))
+            self._unsent.pop((socket, former), None)
+
     def send_work(self, rank: int, body: bytes) -> None:
-        send_frames(self._work, (self._identities[rank], codec.PROTOCOL, body))
+        self._send(self._work, rank, body)
 
     def send_service(self, rank: int, body: bytes) -> None:
-        send_frames(self._service, (self._identities[rank], codec.PROTOCOL, body))
+        self._send(self._service, rank, body)
+
+    def _send(self, socket: zmq.Socket[bytes], rank: int, body: bytes) -> None:
+        """Send to a rank; keep it for later if its connection has broken. Drop it if the rank never connected."""
+        peer = self._identities.get(rank)
+        if peer is None:
+            return
+        if waiting := self._unsent.get((socket, peer)):
+            waiting.append(body)
+        elif not _try_send(socket, peer, body) and (socket, peer) in self._authenticated:
+            log.warning("the connection of rank %s has broken; what it is to get waits until it has connected", rank)
+            self._unsent[socket, peer] = deque([body])
+            self._loop.call_later(_RESEND_S, lambda: self._send_waiting(socket, peer))
+
+    def _send_waiting(self, socket: zmq.Socket[bytes], peer: bytes) -> None:
+        waiting = self._unsent.get((socket, peer))
+        while waiting and _try_send(socket, peer, waiting[0]):
+            waiting.popleft()
+        if waiting:
+            self._loop.call_later(_RESEND_S, lambda: self._send_waiting(socket, peer))
+        else:
+            self._unsent.pop((socket, peer), None)
 
     def drain(self, num_ranks: int) -> None:
         """Handle the reports of a dead rank that are still in the sockets, before its exit is reported.
@@ -89,6 +122,7 @@ class RankSockets:
                     log.exception("a report from %r could not be handled", frames[0][:16])
 
     def close(self) -> None:
+        self._unsent.clear()
         for socket in (self._work, self._service):
             self._loop.unwatch(socket)
             socket.close()
@@ -112,3 +146,14 @@ class RankSockets:
                 return
             self._authenticated.add((socket, peer))
         self._on_report(message, socket is self._work)
+
+
+def _try_send(socket: zmq.Socket[bytes], peer: bytes, body: bytes) -> bool:
+    """Send a message; return False if the peer is not connected."""
+    try:
+        send_frames(socket, (peer, codec.PROTOCOL, body))
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return False
+    return True

@@ -123,6 +123,7 @@ class Healing:
             reply = part.outcome.reply or {}
             attempt.ran = tuple(reply.get("ran", ()))
             attempt.num_defined = reply.get("defined", 0)
+            attempt.bound.update(reply.get("bound", ()))
             attempt.failed.update(dict(reply.get("failed", ())))
         return self._share(now)
 
@@ -158,6 +159,9 @@ class Healing:
     def _finish(self, now: float) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
+        if reason := self._why_nothing_is_copied(attempt):
+            names = {name: reason for name in self._cells.names if name not in attempt.bound}
+            attempt.missing = dict.fromkeys(attempt.new_ranks, names) if names else {}
         healed = messages.MeshHealed(
             call=attempt.command.call,
             info=self._info(),
@@ -171,6 +175,14 @@ class Healing:
         )
         self._scheduler.is_held = False
         return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.send_deferred(now)]
+
+    def _why_nothing_is_copied(self, attempt: _Attempt) -> str:
+        """Return why the new ranks got nothing from others; "" if they were given what the others hold equally."""
+        if len(attempt.new_ranks) == len(self._ranks):
+            return "no other rank was left that held it"
+        if not attempt.command.share:
+            return "copying was turned off"
+        return "" if self._groups.status == "ready" else "nothing is copied without process groups"
 
     def _fail_with_new_processes(self, reason: str, now: float) -> list[Effect]:
         """End the attempt after the new ranks have joined: they live, and lack what the others hold."""
@@ -205,6 +217,7 @@ class _Attempt:
         self.number, self.began_at = number, began_at
         self.ran: tuple[str, ...] = ()
         self.num_defined = 0
+        self.bound: set[str] = set()  # names that the replayed cells have bound
         self.failed: dict[str, str] = {}
         self.restored: dict[int, dict[str, tuple[int, str]]] = {}
         self.missing: dict[int, dict[str, str]] = {}

@@ -106,9 +106,13 @@ def test_a_rank_can_be_replaced_again_and_again(pair: Mesh) -> None:
 
 def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     (server,) = set(values(pair, "__import__('os').getppid()").values())
+    pair.run("again = 1", setup=True, echo=False)
+    pair.run("kept = list([rank])", echo=False)
     os.kill(server, signal.SIGKILL)
     when(lambda: len(pair.session.lost) == 2)
-    pair.heal()
+    healed = pair.heal()
+    assert healed.missing == {rank: {"kept": "no other rank was left that held it"} for rank in (0, 1)}
+    assert "not on ranks 0-1: kept (no other rank was left that held it)" in str(healed)
     assert set(values(pair, "__import__('os').getppid()").values()) != {server}
     assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
 
@@ -128,6 +132,7 @@ def test_ranks_without_process_groups_are_replaced_and_nothing_is_copied() -> No
         kill(mesh, 1)
         healed = mesh.heal()
         assert healed.restored == {}
+        assert healed.missing == {1: {"y": "nothing is copied without process groups"}}
         assert values(mesh, "rank, 'y' in globals()") == {0: (0, True), 1: (1, False)}
 
 
@@ -211,6 +216,7 @@ def test_the_replay_can_be_left_out(pair: Mesh) -> None:
     kill(pair, 1)
     healed = pair.heal(replay=False, share=False)
     assert (healed.replayed, healed.num_defined, healed.restored) == ((), 0, {})
+    assert healed.missing == {1: {"f": "copying was turned off", "ran": "copying was turned off"}}
     assert values(pair, "'f' in globals(), 'ran' in globals()") == {0: (True, True), 1: (False, False)}
 
 
@@ -260,6 +266,24 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
         assert healed.missing[1].keys() <= {"torch's random state"}, healed
         for number in range(3, 8):
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
+
+
+def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(trio: Mesh) -> None:
+    trio.run(
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()\n"
+        "wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)",
+        setup=True,
+        echo=False,
+    )
+    step = "wrapped(torch.ones(1, 4, dtype=torch.float64) * rank).sum().backward()"
+    trio.run(f"for _ in range(3): {step}", echo=False, timeout=30)
+    for lost in (2, 0):
+        kill(trio, lost)
+        trio.heal()
+    trio.run(f"for _ in range(3):\n    wrapped.zero_grad()\n    {step}", echo=False, timeout=30)
+    first = values(trio, "[p.grad.tolist() for p in model.parameters()]")
+    assert first[0] == first[1] == first[2]
 
 
 def test_a_model_that_is_sharded_and_replicated_comes_from_its_replica() -> None:

@@ -95,3 +95,12 @@ def test_a_call_fails_alone_or_with_all_others() -> None:
     requests.pending.fail_all("gone")
     with pytest.raises(NotAttached, match="gone"):
         other.result(0)
+
+
+def test_a_request_that_comes_after_the_end_of_the_mesh_ends_at_once() -> None:
+    pending, future = Requests().pending, Future[Any]()
+    pending.fail_all("the mesh has ended")
+    pending.add(CALL, PendingRequest(future))
+    with pytest.raises(NotAttached, match="the mesh has ended"):
+        future.result(0)
+    assert len(pending) == 0

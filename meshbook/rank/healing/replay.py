@@ -28,12 +28,14 @@ def replay_cells(
     """
     ran: list[str] = []
     failed: list[tuple[str, str]] = []
+    bound: dict[str, None] = {}
     num_defined = 0
     with without_others():
         for cell in command.cells:
             run = _replay(cell, command.call, runner)
             if run is None:
                 continue
+            bound.update(dict.fromkeys(run.bound))
             if run.status == "ok":
                 if cell.setup:
                     ran.append(_label(cell))
@@ -45,7 +47,7 @@ def replay_cells(
             else:
                 error = run.error
                 failed.append((_label(cell), "failed" if error is None else f"{error.ename}: {error.evalue}"))
-    return {"ran": ran, "defined": num_defined, "failed": failed}
+    return {"ran": ran, "defined": num_defined, "failed": failed, "bound": list(bound)}
 
 
 def _replay(cell: CellToReplay, call: CallId, runner: CodeRunner) -> CellRun | None:

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+# Attribute of a DDP model: its buckets are no longer those of the beginning.
+_REBUCKETED = "_meshbook_rebucketed"
+
 
 def is_mid_step(backward_incomplete: bool) -> bool:
     """Whether a model of this process is in the middle of a step. Call it when no model runs.
@@ -34,13 +37,15 @@ def is_mid_step(backward_incomplete: bool) -> bool:
 
 
 def num_rebucketed_models() -> int:
-    """Return how many DDP models have rebuilt their gradient buckets since their last reset.
+    """Return how often DDP models have rebuilt their gradient buckets: since their last reset, and at all before it.
 
-    DDP rebuilds them once, before the second step.
+    DDP rebuilds them once, before the second step. A reset has it rebuild them again, and leaves them as they are until
+    then: after it the model differs from one that is new.
     """
     return sum(
-        isinstance(model, DistributedDataParallel) and getattr(model, "_has_rebuilt_buckets", False)
+        bool(getattr(model, "_has_rebuilt_buckets", False)) + bool(model.__dict__.get(_REBUCKETED, False))
         for model in _iter_models()
+        if isinstance(model, DistributedDataParallel)
     )
 
 
@@ -121,6 +126,7 @@ def _reset_ddp(model: Any) -> None:
     reducer = model.__dict__.get("reducer")
     if hasattr(reducer, "_reset_state"):
         reducer._reset_state()
+        model.__dict__[_REBUCKETED] = model.__dict__.get(_REBUCKETED, False) or model._has_rebuilt_buckets
         model._has_rebuilt_buckets = False
 
 

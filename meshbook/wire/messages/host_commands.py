@@ -42,7 +42,7 @@ class ReplayCells(Message):
     """To new ranks, after their groups are formed: run these cells, in this order, without the other ranks.
 
     Collectives that they begin return at once, with this rank's own values. The reply is `{"ran": [labels], "defined":
-    number of cells, "failed": [[label, "NameError: ..."]]}`.
+    number of cells, "failed": [[label, "NameError: ..."]], "bound": [names]}`.
     """
 
     call: CallId
