@@ -93,7 +93,7 @@ PURE = (
     "controller.call_errors", "controller.pending_requests", "controller.stop_presses",
     "dashboard.charts", "dashboard.view", "diagnose", "errors", "fold",
     "host.instructions", "host.ledger", "host.open_calls", "host.rank_record", "host.stop_escalation",
-    "ids", "kernel.mesh_options", "mesh_axes", "placement", "selections",
+    "ids", "kernel.mesh_options", "mesh_axes", "placement", "rank.elastic.agreement", "selections",
     "supervisor.call_output", "supervisor.call_table", "supervisor.clients", "supervisor.desync",
     "supervisor.effects", "supervisor.group_state", "supervisor.history", "supervisor.monitoring",
     "supervisor.position_queries", "supervisor.rank_table", "supervisor.scheduler", "supervisor.series",

@@ -1,0 +1,155 @@
+"""What a rank remembers of its elastic loops: the latest run of each key, with its snapshots.
+
+A run is what one cell does under a key: its loop, or its loops one after the other. It stays open until the cell has
+ended well; until then the same loops, called again, go on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from meshbook.errors import UsageError
+from meshbook.rank.elastic import transfer
+from meshbook.rank.elastic.agreement import GoBack, HeldSnapshot, Manifest, Record, Source, explain_loss, find_sources
+from meshbook.rank.elastic.contents import Part
+from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.process_groups.groups import ProcessGroups
+
+_packer = msgspec.msgpack.Encoder()
+_manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot | None, Manifest])
+_plans = msgspec.msgpack.Decoder(tuple[list[Manifest], list[Source]])
+
+
+@dataclass
+class Run:
+    """The latest run of a key on this rank.
+
+    Attributes:
+        number: equal on all ranks.
+        call: the cell that it runs in, or ran in last.
+        source: a digest of that cell's source.
+        last_call: the cell in which it was asked for last.
+        loop: which loop of the cell began last, counted from 0.
+        reached: how many steps of it are done.
+        current: the object of that loop.
+        one_pass: the iterator that it takes its batches from, if it is one.
+        complete: snapshots that every rank has completed; one, or two while it is not known whether all know.
+        spare: one whose memory can be used again.
+    """
+
+    number: int
+    call: str
+    source: str
+    last_call: str
+    loop: int = 0
+    reached: int = 0
+    is_open: bool = True
+    current: object = None
+    one_pass: object = None
+    complete: list[Snapshot] = field(default_factory=list)
+    spare: Snapshot | None = None
+
+    def describe(self) -> Record:
+        held = [snapshot.held for snapshot in self.complete if snapshot.held is not None]
+        return Record(self.number, self.call, self.source, self.is_open, self.loop, self.reached, held)
+
+    @property
+    def next_number(self) -> int:
+        return 1 + max((held.number for held in self.describe().snapshots), default=-1)
+
+    # ---- snapshots, which all ranks take together
+
+    def take(self, rank: int, at: HeldSnapshot, parts: Mapping[str, Part], shared: Sequence[str]) -> None:
+        """Take a snapshot on all ranks. Blocks until all have it; if that fails, those before it are as they were.
+
+        Args:
+            at: equal on all ranks.
+            shared: names of parts that every rank is given all of.
+        """
+        snapshot, self.spare = self.spare or Snapshot(rank), None
+        own = snapshot.fill(parts, shared)
+        found = [_manifests.decode(text) for text in transfer.gather(_packer.encode((at, own)))]
+        if any(other != at for other, _ in found):
+            steps = sorted({(one.loop, one.step) for one, _ in found if one is not None})
+            raise AssertionError(f"ranks take different snapshots of an elastic loop: (loop, step) {steps}")
+        snapshot.manifests = [manifest for _, manifest in found]
+        incoming = snapshot.to_receive()
+        transfer.pass_on(snapshot.to_send(), incoming)
+        snapshot.held = at
+        self.complete.append(snapshot)
+        transfer.wait_for_all()  # then every rank has completed it, and none will need the one before
+        old = self.complete[:-1]
+        self.complete = [snapshot]
+        self.spare = old[-1] if old else None
+
+    def collect(self, rank: int, decision: GoBack) -> Snapshot:
+        """Return the snapshot that all ranks go back to, on ranks that lack it too: others send it. Blocks.
+
+        Raises:
+            UsageError: it cannot be put together.
+        """
+        number, lacking = decision.snapshot.number, decision.lacking
+        have = next((one for one in self.complete if one.held is not None and one.held.number == number), None)
+        if not lacking:
+            assert have is not None  # every rank holds it
+            return have
+        leader = next(at for at, held in enumerate(decision.held) if held is not None)
+        plan = b""
+        if rank == leader:
+            assert have is not None  # by its own record
+            sources = [find_sources(lost, have.manifests, decision.held) for lost in lacking]
+            plan = _packer.encode((have.manifests, sources))
+        manifests, sources = _plans.decode(transfer.gather(plan)[leader])
+        if failure := explain_loss(sources, decision.snapshot):
+            raise UsageError(failure)
+        received = Snapshot(rank)
+        for lost, source in zip(lacking, sources, strict=True):
+            memory = received.allocate(manifests) if rank == lost else None
+            for at, (sender, unit) in enumerate(zip(source.ranks, source.manifest.units, strict=True)):
+                if memory is not None and sender >= 0:
+                    transfer.receive(memory[at], sender)
+                elif rank == sender:
+                    assert have is not None  # it was chosen as the source
+                    in_own = any(own.digest == unit.digest for own in manifests[rank].units)
+                    transfer.send(have.find(unit.digest, before=not in_own), lost)
+        if have is not None:
+            return have
+        received.held = msgspec.structs.replace(decision.snapshot, has_copies=False)
+        self.complete = [received]
+        return received
+
+
+class ElasticRuns:
+    """The runs of this rank, by key. One per rank; on the main thread."""
+
+    def __init__(self, namespace: MutableMapping[str, Any], groups: ProcessGroups) -> None:
+        self.namespace, self.groups = namespace, groups
+        self.runs: dict[str, Run] = {}
+        self.call = self.source = ""
+        self._num_loops: dict[str, int] = {}  # by key, that have begun in this call
+
+    def call_began(self, call: str, source: str) -> None:
+        self.call, self.source = call, source
+        self._num_loops = {}
+
+    def call_ended(self, *, succeeded: bool) -> None:
+        """Close the runs of a call that has ended well; their last snapshots stay, and take the memory of one."""
+        for run in self.runs.values():
+            if run.last_call == self.call and run.is_open:
+                run.current = None
+                if succeeded:
+                    run.is_open, run.spare, run.one_pass = False, None, None
+
+    def source_digest(self) -> str:
+        return hashlib.blake2b(self.source.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def count_loop(self, key: str) -> int:
+        """Return how many loops with this key have begun in this call before this one."""
+        number = self._num_loops.get(key, 0)
+        self._num_loops[key] = number + 1
+        return number
