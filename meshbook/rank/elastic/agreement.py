@@ -1,9 +1,10 @@
 """Which snapshot all ranks go back to, and from where a rank that lacks its part of it takes that. Pure.
 
 Every rank says what it holds; every rank then decides the same. A snapshot has one part for each rank. A part is a
-list of units (the bytes of a tensor, or of a pickle), each known by a digest of its content. Of each part there is the
-rank's own, and the next rank in the ring has copies of those units that its own part lacks. So whatever ranks are
-lost, their parts are had as long as no rank is lost together with the next one, and often when one is.
+list of units (the bytes of a tensor, or of a pickle), each known by a digest of its content. The next rank in the ring
+has copies of those units that its own part lacks, and every rank has the small ones that are not equal everywhere, such
+as the states of random generators. So any loss can be made good in which no rank is lost together with the next one; if
+what is large is replicated, any loss that leaves one rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from meshbook.errors import UsageError
-from meshbook.ids import format_ranks, name_ranks
+from meshbook.ids import name_ranks
 
 
 class Unit(Struct, frozen=True, array_like=True, gc=False):
     """Attributes:
     digest: equal for equal bytes.
-    data: the bytes, if they are so few that every rank is given them.
+    data: the bytes, if every rank has been given them.
     """
 
     digest: bytes
@@ -124,8 +125,9 @@ class GoBack(Struct, frozen=True):
         return tuple(rank for rank, held in enumerate(self.held) if held is None)
 
 
-def decide(requests: Sequence[Request]) -> Begin | GoBack:
-    """Return what all ranks do now, from what each says, by rank.
+def decide(requests: Sequence[Request]) -> Begin | list[GoBack]:
+    """Return what all ranks do now, from what each says, by rank: begin, or go back to the first snapshot that can be
+    put together, the newest being first.
 
     Raises:
         UsageError: the ranks ask for different things, or a new run cannot begin.
@@ -136,32 +138,33 @@ def decide(requests: Sequence[Request]) -> Begin | GoBack:
     run = max((record.run for record in records if record is not None), default=0)
     latest = [record if record is not None and record.run == run else None for record in records]
     known = [record for record in latest if record is not None]
-    if not known or first.restart or not _goes_on(latest, first):
-        _check_possible(requests)
-        is_next_loop = bool(known) and not first.restart and known[0].call == first.call
-        return Begin(run if is_next_loop else run + 1)
     counted = {held.number: held for record in known for held in record.snapshots}
-    if not counted:  # the first was never complete, and no step was done
+    if known and not first.restart and known[0].call == first.call:
+        _check_possible(requests)
+        return Begin(run)
+    # without a snapshot the run had not come to its first step
+    if first.restart or not counted or not _goes_on(latest, first):
         _check_possible(requests)
         return Begin(run + 1)
-    snapshot = counted[max(counted)]
-    held = tuple(_find(record, snapshot.number) for record in latest)
-    reached = max((record.reached for record in known if record.loop == snapshot.loop), default=snapshot.step)
-    return GoBack(
-        run,
-        snapshot,
-        is_over=first.loop < snapshot.loop or snapshot.is_end,
-        is_own_loop=first.loop >= snapshot.loop,
-        reached=max(reached, snapshot.step),
-        held=held,
-    )
+    found = []
+    for number in sorted(counted, reverse=True):
+        snapshot = counted[number]
+        reached = max((record.reached for record in known if record.loop == snapshot.loop), default=snapshot.step)
+        option = GoBack(
+            run,
+            snapshot,
+            is_over=first.loop < snapshot.loop or snapshot.is_end,
+            is_own_loop=first.loop >= snapshot.loop,
+            reached=max(reached, snapshot.step),
+            held=tuple(_find(record, number) for record in latest),
+        )
+        found.append(option)
+    return found
 
 
 def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:
-    """Whether this call goes on with an earlier run, rather than begin one or the next loop of the cell."""
+    """Whether this call goes on with an earlier run, rather than begin one."""
     known = [record for record in latest if record is not None]
-    if any(record.call == request.call for record in known):
-        return False
     if any(record.is_open for record in known):
         return True
     # The cell has ended well on all ranks that are left. One has been replaced since: whether it had ended well there
@@ -194,6 +197,23 @@ def _check_possible(requests: Sequence[Request]) -> None:
 
 
 # ---- copies of units
+
+# Bytes of a unit that every rank is given, and of all such units of one rank. A generator's state has up to 5 KiB.
+_MAX_SHARED_BYTES = 8 << 10
+_MAX_ALL_SHARED_BYTES = 256 << 10
+
+
+def units_to_share(rank: int, manifests: Sequence[Manifest]) -> list[int]:
+    """Return which units of a rank's part every rank is given: small ones that not every rank has itself."""
+    everywhere = set.intersection(*({unit.digest for unit in manifest.units} for manifest in manifests))
+    found, total = [], 0
+    for at, unit in enumerate(manifests[rank].units):
+        if unit.size <= _MAX_SHARED_BYTES and unit.digest not in everywhere:
+            total += unit.size
+            if total > _MAX_ALL_SHARED_BYTES:
+                break
+            found.append(at)
+    return found
 
 
 def units_to_copy(part: Manifest, next_part: Manifest) -> list[int]:
@@ -272,21 +292,29 @@ def find_sources(lost: int, manifests: Sequence[Manifest], held: Sequence[HeldSn
     return Source(part, ranks)
 
 
-def explain_loss(sources: Sequence[Source], snapshot: HeldSnapshot) -> str:
-    """Return why a snapshot cannot be put together, and what to do; "" if it can."""
-    reasons = list(dict.fromkeys(source.why_not for source in sources if source.why_not))
-    if not reasons:
-        return ""
+class Plan(Struct, frozen=True, array_like=True):
+    """How a snapshot is put together: what all parts consist of, and by lacking rank where its part is."""
+
+    manifests: list[Manifest]
+    sources: list[Source]
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be put together; "" if it can."""
+        return "; ".join(dict.fromkeys(source.why_not for source in self.sources if source.why_not))
+
+
+def explain_loss(snapshot: HeldSnapshot, why: str) -> str:
     return (
-        f"the snapshot of step {snapshot.step} cannot be put together: {'; '.join(reasons)}. Load a checkpoint, and "
-        "call mesh.elastic(..., restart=True)"
+        f"the snapshot of step {snapshot.step} cannot be put together: {why}. Load a checkpoint, and call "
+        "mesh.elastic(..., restart=True)"
     )
 
 
 def describe_going_back(decision: GoBack) -> str:
     """Return the line that is printed when a loop goes on."""
     snapshot, lost = decision.snapshot, decision.lacking
-    of_lost = f"; what rank {format_ranks(lost)} held came from the others" if lost else ""
+    of_lost = f"; what {name_ranks(lost)} held came from the others" if lost else ""
     if decision.is_over and not decision.is_own_loop:
         return f"elastic: this loop had ended, and nothing of it is computed again{of_lost}"
     if decision.is_over:

@@ -115,7 +115,7 @@ class ElasticLoop(Generic[Batch]):
         if isinstance(decision, Begin):
             self._begin(decision, number)
         else:
-            self._go_back(decision, number)
+            self._go_back(decision)
 
     # ---- the iterator
 
@@ -210,17 +210,18 @@ class ElasticLoop(Generic[Batch]):
         if run.is_open and run.reached:
             print(f"elastic: begins anew; the run that was interrupted at step {run.reached} is dropped")
 
-    def _go_back(self, decision: GoBack, number: int) -> None:
+    def _go_back(self, options: Sequence[GoBack]) -> None:
         runs = self._runs
         run = runs.runs.get(self._key)
-        if run is None or run.number != decision.run:
-            run = runs.runs[self._key] = Run(decision.run, "", "", runs.call)
+        if run is None or run.number != options[0].run:
+            run = runs.runs[self._key] = Run(options[0].run, "", "", runs.call)
         if run.one_pass is not None and run.one_pass is self._loader:
             raise UsageError(
                 "the loader is an iterator, and what the interrupted run has taken from it is gone; give one that can "
                 "be iterated again, or make it in this cell"
             )
-        snapshot = run.collect(self._rank, decision)
+        decision, snapshot = run.collect(self._rank, options)
+        run.complete_copies(self._rank, snapshot, decision)
         if decision.is_own_loop:
             run.call, run.source = runs.call, runs.source_digest()
         run.is_open, run.loop, run.reached = True, decision.snapshot.loop, decision.reached
@@ -228,8 +229,6 @@ class ElasticLoop(Generic[Batch]):
         self._is_over = decision.is_over
         self._load(snapshot, decision)
         print(describe_going_back(decision))
-        if decision.lacking:  # the ranks that replace others hold no copies yet
-            self._take_snapshot(at=decision.snapshot)
 
     def _use(self, run: Run) -> None:
         run.current, self._run = self, run
@@ -284,7 +283,7 @@ class ElasticLoop(Generic[Batch]):
         values = (self._runs.namespace.get(name) for name in self._names)
         return any(has_unreduced_gradients(value) for value in values if isinstance(value, torch.nn.Module))
 
-    def _take_snapshot(self, *, is_end: bool = False, at: HeldSnapshot | None = None) -> None:
+    def _take_snapshot(self, *, is_end: bool = False) -> None:
         """Take a snapshot of this step, on all ranks. Blocks until all have it."""
         if self._run.current is not self:
             raise UsageError(
@@ -293,9 +292,7 @@ class ElasticLoop(Generic[Batch]):
         self._is_due = False
         number, run = self._run.next_number, self._run
         held = HeldSnapshot(number, run.loop, self.step, is_end, has_copies=True)
-        if at is not None:
-            held = msgspec.structs.replace(at, number=number, has_copies=True)
-        run.take(self._rank, held, self._capture(), (_NOW, _START))
+        run.take(self._rank, held, self._capture())
 
     def _capture(self) -> dict[str, Part]:
         namespace = self._runs.namespace

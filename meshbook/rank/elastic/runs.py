@@ -15,14 +15,24 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.rank.elastic import transfer
-from meshbook.rank.elastic.agreement import GoBack, HeldSnapshot, Manifest, Record, Source, explain_loss, find_sources
+from meshbook.rank.elastic.agreement import (
+    GoBack,
+    HeldSnapshot,
+    Manifest,
+    Plan,
+    Record,
+    explain_loss,
+    find_sources,
+    units_to_share,
+)
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.process_groups.groups import ProcessGroups
 
 _packer = msgspec.msgpack.Encoder()
 _manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot | None, Manifest])
-_plans = msgspec.msgpack.Decoder(tuple[list[Manifest], list[Source]])
+_contents = msgspec.msgpack.Decoder(list[bytes])
+_plans = msgspec.msgpack.Decoder(list[Plan | None])
 
 
 @dataclass
@@ -64,20 +74,19 @@ class Run:
 
     # ---- snapshots, which all ranks take together
 
-    def take(self, rank: int, at: HeldSnapshot, parts: Mapping[str, Part], shared: Sequence[str]) -> None:
+    def take(self, rank: int, at: HeldSnapshot, parts: Mapping[str, Part]) -> None:
         """Take a snapshot on all ranks. Blocks until all have it; if that fails, those before it are as they were.
 
         Args:
             at: equal on all ranks.
-            shared: names of parts that every rank is given all of.
         """
         snapshot, self.spare = self.spare or Snapshot(rank), None
-        own = snapshot.fill(parts, shared)
+        own = snapshot.fill(parts)
         found = [_manifests.decode(text) for text in transfer.gather(_packer.encode((at, own)))]
         if any(other != at for other, _ in found):
             steps = sorted({(one.loop, one.step) for one, _ in found if one is not None})
             raise AssertionError(f"ranks take different snapshots of an elastic loop: (loop, step) {steps}")
-        snapshot.manifests = [manifest for _, manifest in found]
+        snapshot.manifests = _share_small_units(rank, snapshot, [manifest for _, manifest in found])
         incoming = snapshot.to_receive()
         transfer.pass_on(snapshot.to_send(), incoming)
         snapshot.held = at
@@ -87,41 +96,93 @@ class Run:
         self.complete = [snapshot]
         self.spare = old[-1] if old else None
 
-    def collect(self, rank: int, decision: GoBack) -> Snapshot:
-        """Return the snapshot that all ranks go back to, on ranks that lack it too: others send it. Blocks.
+    def collect(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Snapshot]:
+        """Return the snapshot that all ranks go back to, with this rank's part: others send it what it lacks. Blocks.
+
+        Args:
+            options: equal on all ranks; the first that can be put together is taken.
 
         Raises:
-            UsageError: it cannot be put together.
+            UsageError: none can be put together.
         """
-        number, lacking = decision.snapshot.number, decision.lacking
-        have = next((one for one in self.complete if one.held is not None and one.held.number == number), None)
-        if not lacking:
-            assert have is not None  # every rank holds it
-            return have
-        leader = next(at for at, held in enumerate(decision.held) if held is not None)
-        plan = b""
-        if rank == leader:
-            assert have is not None  # by its own record
-            sources = [find_sources(lost, have.manifests, decision.held) for lost in lacking]
-            plan = _packer.encode((have.manifests, sources))
-        manifests, sources = _plans.decode(transfer.gather(plan)[leader])
-        if failure := explain_loss(sources, decision.snapshot):
-            raise UsageError(failure)
-        received = Snapshot(rank)
-        for lost, source in zip(lacking, sources, strict=True):
-            memory = received.allocate(manifests) if rank == lost else None
+        chosen, plan = options[0], None
+        if chosen.lacking:
+            chosen, plan = self._choose(rank, options)
+        have = self._find(chosen.snapshot.number)
+        if plan is not None:
+            received = self._exchange_parts(rank, chosen, plan, have)
+            have = have or received
+        assert have is not None  # held before, or received now
+        self.complete = [have]
+        return chosen, have
+
+    def _find(self, number: int) -> Snapshot | None:
+        return next((one for one in self.complete if one.held is not None and one.held.number == number), None)
+
+    def _choose(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Plan]:
+        own: list[Plan | None] = []
+        for option in options:
+            have = self._find(option.snapshot.number)
+            lowest = next(at for at, held in enumerate(option.held) if held is not None)
+            if rank == lowest:
+                assert have is not None  # as this rank has said
+                sources = [find_sources(lost, have.manifests, option.held) for lost in option.lacking]
+                own.append(Plan(have.manifests, sources))
+            else:
+                own.append(None)
+        plans = [_plans.decode(text) for text in transfer.gather(_packer.encode(own))]
+        found = [next(of_rank[at] for of_rank in plans if of_rank[at] is not None) for at in range(len(options))]
+        for option, plan in zip(options, found, strict=True):
+            assert plan is not None  # one rank has made it
+            if not plan.why_not:
+                return option, plan
+        assert found[0] is not None
+        raise UsageError(explain_loss(options[0].snapshot, found[0].why_not))
+
+    def _exchange_parts(self, rank: int, chosen: GoBack, plan: Plan, have: Snapshot | None) -> Snapshot | None:
+        """Send and receive parts of ranks that lack theirs. Return this rank's, if it is one of them. Blocks."""
+        received = None
+        for lost, source in zip(chosen.lacking, plan.sources, strict=True):
+            memory = None
+            if rank == lost:
+                received = Snapshot(rank)
+                memory = received.allocate(plan.manifests)
             for at, (sender, unit) in enumerate(zip(source.ranks, source.manifest.units, strict=True)):
                 if memory is not None and sender >= 0:
                     transfer.receive(memory[at], sender)
                 elif rank == sender:
                     assert have is not None  # it was chosen as the source
-                    in_own = any(own.digest == unit.digest for own in manifests[rank].units)
+                    in_own = any(own.digest == unit.digest for own in plan.manifests[rank].units)
                     transfer.send(have.find(unit.digest, before=not in_own), lost)
-        if have is not None:
-            return have
-        received.held = msgspec.structs.replace(decision.snapshot, has_copies=False)
-        self.complete = [received]
+        if received is not None:
+            received.held = msgspec.structs.replace(chosen.snapshot, has_copies=False)
         return received
+
+    def complete_copies(self, rank: int, snapshot: Snapshot, decision: GoBack) -> None:
+        """Give ranks that replace others the copies that those held. Blocks. All ranks have their own parts."""
+        for at, held in enumerate(decision.held):
+            if held is None or not held.has_copies:
+                if rank == (at - 1) % len(decision.held):
+                    for memory in snapshot.to_send():
+                        transfer.send(memory, at)
+                if rank == at:
+                    for memory in snapshot.to_receive():
+                        transfer.receive(memory, (at - 1) % len(decision.held))
+                    assert snapshot.held is not None  # a complete one
+                    snapshot.held = msgspec.structs.replace(snapshot.held, has_copies=True)
+
+
+def _share_small_units(rank: int, snapshot: Snapshot, manifests: list[Manifest]) -> list[Manifest]:
+    """Give all ranks the small units that not every rank has, and return the manifests with them. Blocks."""
+    wanted = [units_to_share(at, manifests) for at in range(len(manifests))]
+    if not any(wanted):
+        return manifests
+    own = manifests[rank].units
+    sent = transfer.gather(_packer.encode([snapshot.content(own, at) for at in wanted[rank]]))
+    for manifest, numbers, text in zip(manifests, wanted, sent, strict=True):
+        for at, data in zip(numbers, _contents.decode(text), strict=True):
+            manifest.units[at] = msgspec.structs.replace(manifest.units[at], data=data)
+    return manifests
 
 
 class ElasticRuns:

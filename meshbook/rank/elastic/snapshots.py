@@ -6,16 +6,13 @@ the room of the model a second and a third time. No collectives here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from meshbook.rank.elastic.agreement import HeldSnapshot, Manifest, Unit, byte_ranges, offsets, units_to_copy
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.digests import digest
-
-# Units of the parts that every rank is given all of are at most so large: the states of random generators.
-_MAX_SHARED_BYTES = 8192
 
 
 class Snapshot:
@@ -33,12 +30,8 @@ class Snapshot:
         self.manifests: list[Manifest] = []
         self.own = self.copies = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, parts: Mapping[str, Part], shared: Collection[str]) -> Manifest:
-        """Copy the state of this rank, and return what it consists of. Waits for the device.
-
-        Args:
-            shared: names of parts whose units every rank is given.
-        """
+    def fill(self, parts: Mapping[str, Part]) -> Manifest:
+        """Copy the state of this rank, and return what it consists of. Waits for the device."""
         self.held, self.manifests = None, []
         pickles = {name: torch.frombuffer(bytearray(part.pickled), dtype=torch.uint8) for name, part in parts.items()}
         tensors = [tensor for name, part in parts.items() for tensor in (pickles[name], *part.tensors)]
@@ -51,13 +44,13 @@ class Snapshot:
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         memory = self.own.numpy()
-        names = [name for name, part in parts.items() for _ in range(1 + len(part.tensors))]
-        units = []
-        for name, start, size in zip(names, starts, sizes, strict=False):
-            content = memory[start : start + size]
-            data = content.tobytes() if name in shared and size <= _MAX_SHARED_BYTES else None
-            units.append(Unit(digest(content), size, data))
+        units = [Unit(digest(memory[start : start + size]), size) for start, size in zip(starts, sizes, strict=False)]
         return Manifest({name: 1 + len(part.tensors) for name, part in parts.items()}, units)
+
+    def content(self, units: Sequence[Unit], at: int) -> bytes:
+        """Return the bytes of one of this rank's units."""
+        start = offsets([unit.size for unit in units])[at]
+        return self.own[start : start + units[at].size].numpy().tobytes()
 
     # ---- copies of the rank before
 
