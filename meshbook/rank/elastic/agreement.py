@@ -188,12 +188,17 @@ def _check_alike(requests: Sequence[Request]) -> None:
 
 
 def _check_possible(requests: Sequence[Request]) -> None:
+    if problems := fold_problems([request.problem for request in requests]):
+        raise UsageError(problems)
+
+
+def fold_problems(problems: Sequence[str]) -> str:
+    """Return what ranks say is wrong, by rank in, as one text; "" if nothing is."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, request in enumerate(requests):
-        if request.problem:
-            ranks_of.setdefault(request.problem, []).append(rank)
-    if ranks_of:
-        raise UsageError("; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_of.items()))
+    for rank, problem in enumerate(problems):
+        if problem:
+            ranks_of.setdefault(problem, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_of.items())
 
 
 # ---- copies of units

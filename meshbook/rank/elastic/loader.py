@@ -46,6 +46,6 @@ def skip(batches: Iterator[Any], count: int) -> None:
             next(batches)
         except StopIteration:
             raise UsageError(
-                f"the loader has {number} batches, and the loop that was interrupted had done {count} steps. Give the "
-                "same loader, or restart=True to begin anew"
+                f"the loader has {number} batches, and the loop that was interrupted had done {count} steps: give the "
+                "same loader"
             ) from None

@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshbook.errors import UsageError
 from meshbook.rank.elastic import contents, transfer
 from meshbook.rank.elastic import loader as loaders
-from meshbook.rank.elastic.agreement import Begin, GoBack, HeldSnapshot, Request, decide, describe_going_back
+from meshbook.rank.elastic.agreement import (
+    Begin,
+    GoBack,
+    HeldSnapshot,
+    Request,
+    decide,
+    describe_going_back,
+    fold_problems,
+)
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.runs import ElasticRuns, Run
 from meshbook.rank.elastic.snapshots import Snapshot
@@ -243,11 +251,8 @@ class ElasticLoop(Generic[Batch]):
             self._load_parts(parts, decision)
         except Exception as error:
             problem, cause = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}", error
-        problems = [text.decode() for text in transfer.gather(problem.encode())]
-        failed = {rank: text for rank, text in enumerate(problems) if text}
-        if failed:
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            again = "run the cell again, or begin anew with restart=True"
+        if texts := fold_problems([text.decode() for text in transfer.gather(problem.encode())]):
+            again = "run the cell again, or begin anew (restart=True)"
             raise UsageError(f"{texts}. The snapshot of step {decision.snapshot.step} is kept: {again}") from cause
 
     def _load_parts(self, parts: dict[str, Part], decision: GoBack) -> None:
