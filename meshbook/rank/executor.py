@@ -98,7 +98,7 @@ class Executor:
         label = getattr(command, "label", "")
         self._crash_log.clear()
         if self._elastic_runs is not None:
-            self._elastic_runs.call_began(command.call, getattr(command, "source", ""))
+            self._elastic_runs.call_began(command.call, getattr(command, "source", label))
         self._groups.call_began(command.call, label, monotonic())
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()

@@ -327,7 +327,7 @@ def test_what_is_wrong_with_a_call_is_said(mesh: Mesh, call: str, complaint: str
 
 def test_a_name_that_is_wrong_on_one_rank_is_said_on_all(mesh: Mesh) -> None:
     mesh.run("only_here = 1 if rank == 2 else None\nif rank != 2: del only_here")
-    with pytest.raises(CellError, match="rank 0: there is no `only_here`"):
+    with pytest.raises(CellError, match="ranks 0-1: there is no `only_here`"):
         mesh.run("mesh.elastic([1], state='only_here')")
 
 

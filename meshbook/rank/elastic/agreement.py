@@ -63,7 +63,7 @@ class Record(Struct, frozen=True, array_like=True):
     Attributes:
         run: its number; equal on all ranks, greater than those before.
         call: the cell that it runs in, or ran in last.
-        source: a digest of that cell's source.
+        source: a digest of that cell's source; "" if it has none.
         is_open: the cell has not ended well on this rank.
         loop: the loop of that cell that began last.
         reached: how many steps of it were done.
@@ -169,7 +169,7 @@ def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:
         return True
     # The cell has ended well on all ranks that are left. One has been replaced since: whether it had ended well there
     # is not known, so if the same cell is run again, it is not trained twice without a word.
-    return len(known) < len(latest) and any(record.source == request.source for record in known)
+    return len(known) < len(latest) and any(record.source and record.source == request.source for record in known)
 
 
 def _find(record: Record | None, number: int) -> HeldSnapshot | None:

@@ -260,6 +260,7 @@ class ElasticLoop(Generic[Batch]):
         meshes = contents.meshes_by_key(self._runs.namespace, self._names, mesh)
         self._start = _own_part(parts[_START])
         self.step = decision.snapshot.step
+        own: list[str] = []  # names of the loader itself, which is loaded before it is iterated
         if not decision.is_over:
             # As at the beginning: loaders draw their order, and the seeds of workers, when they are iterated.
             self._set_start(contents.unpickle_part(parts[_START], meshes))
@@ -270,7 +271,7 @@ class ElasticLoop(Generic[Batch]):
             if not own:
                 loaders.skip(self._batches, self.step)
         for name in self._names:
-            if self._runs.namespace.get(name) is not self._loader:
+            if name not in own:
                 contents.restore(name, parts[name], self._runs.namespace, meshes)
         self._set_now(contents.unpickle_part(parts[_NOW], meshes))
 

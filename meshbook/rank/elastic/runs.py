@@ -207,6 +207,8 @@ class ElasticRuns:
                     run.is_open, run.spare, run.one_pass = False, None, None
 
     def source_digest(self) -> str:
+        if not self.source:
+            return ""
         return hashlib.blake2b(self.source.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     def count_loop(self, key: str) -> int:

@@ -1,0 +1,96 @@
+"""What `mesh.elastic` costs without a fault: the same steps in a plain loop and in an elastic one, in turns.
+
+Two ranks, one snapshot in each block of 50 steps. A block of the elastic loop has exactly one snapshot in it.
+
+    python -m benchmarks.elastic [--quick]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import workbench
+from benchmarks.report import Report
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+
+RANKS = 2
+EVERY = 50
+
+_COMMON = """
+import itertools, time
+import torch.nn as nn, torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+"""
+_MLP = """
+network = nn.Sequential(nn.Linear(256, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 256))
+x = torch.randn(64, 256)
+"""
+_TRANSFORMER = """
+layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+network = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+x = torch.randn(4, 64, 256)
+"""
+_DDP = "model = DDP(network)\n"
+_FSDP = "model = fully_shard(network, mesh=mesh)\n"
+MODELS = {
+    "DDP, MLP": _MLP + _DDP,
+    "FSDP2, MLP": _MLP + _FSDP,
+    "DDP, transformer": _TRANSFORMER + _DDP,
+    "FSDP2, transformer": _TRANSFORMER + _FSDP,
+}
+_MEASURE = f"""
+opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+def step():
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    opt.step()
+for _ in range(10):
+    step()
+loop = iter(mesh.elastic(itertools.repeat(None), state=("model", "opt"), every={EVERY}))
+for _ in range({EVERY}):
+    next(loop)
+    step()
+def block(batches):
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range({EVERY}):
+        next(batches)
+        step()
+    return 1e3 * (time.perf_counter() - begun) / {EVERY}
+taken = {{"plain": [], "elastic": [], "snapshot": []}}
+for at in range(ROUNDS):
+    for name in ("plain", "elastic")[:: 1 if at % 2 else -1]:
+        taken[name].append(block(loop if name == "elastic" else itertools.repeat(None)))
+    dist.barrier()
+    begun = time.perf_counter()
+    loop._take_snapshot()
+    taken["snapshot"].append(1e3 * (time.perf_counter() - begun))
+size = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters()) / 2**20
+taken, size
+"""
+
+
+def measure(quick: bool, folder: Path) -> Report:
+    report = Report("elastic", f"a step of {RANKS} ranks, with a snapshot every {EVERY} steps and without")
+    for name, model in MODELS.items():
+        with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
+            _measure_model(mesh, report, name, model, rounds=2 if quick else 12)
+    return report
+
+
+def _measure_model(mesh: Mesh, report: Report, name: str, model: str, *, rounds: int) -> None:
+    mesh.run(_COMMON + model)
+    taken, size = mesh.run(f"ROUNDS = {rounds}\n{_MEASURE}", echo=False).values[0]
+    report.add(f"{name} ({size:.1f} MiB of parameters): plain", taken["plain"], "ms")
+    report.add(f"{name}: elastic", taken["elastic"], "ms", against=f"{name} ({size:.1f} MiB of parameters): plain")
+    report.add(f"{name}: one snapshot", taken["snapshot"], "ms")
+    ratios = sorted(one / other for one, other in zip(taken["elastic"], taken["plain"], strict=True))
+    overhead = 100 * (ratios[len(ratios) // 2] - 1)
+    report.promise(f"{name}: elastic over plain, the median of blocks side by side", overhead, 3.0, "%")
+
+
+if __name__ == "__main__":
+    workbench.run_alone(measure, __doc__)
