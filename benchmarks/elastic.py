@@ -29,9 +29,9 @@ network = nn.Sequential(nn.Linear(256, 768), nn.ReLU(), nn.Linear(768, 768), nn.
 x = torch.randn(64, 256)
 """
 _TRANSFORMER = """
-layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
 network = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-x = torch.randn(4, 64, 256)
+x = torch.randn(4, 64, 128)
 """
 _DDP = "model = DDP(network)\n"
 _FSDP = "model = fully_shard(network, mesh=mesh)\n"
@@ -77,7 +77,7 @@ def measure(quick: bool, folder: Path) -> Report:
     report = Report("elastic", f"a step of {RANKS} ranks, with a snapshot every {EVERY} steps and without")
     for name, model in MODELS.items():
         with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-            _measure_model(mesh, report, name, model, rounds=2 if quick else 12)
+            _measure_model(mesh, report, name, model, rounds=1 if quick else 8)
     return report
 
 

@@ -325,6 +325,24 @@ def test_what_is_wrong_with_a_call_is_said(mesh: Mesh, call: str, complaint: str
         mesh.run(call)
 
 
+@pytest.mark.parametrize(("every", "when_noticed"), [(5, "step 5"), (50, "step 4")])
+def test_ranks_that_do_unequal_numbers_of_steps_are_an_error(mesh: Mesh, every: int, when_noticed: str) -> None:
+    mesh.run("seen = 0")
+    with pytest.raises(CellError, match=f"equally many steps .* ended after step 4.*after {when_noticed}"):
+        mesh.run(
+            f"for i in mesh.elastic(range(4 + (rank == 2) * 3), state='seen', every={every}, name='x{every}'): pass"
+        )
+
+
+def test_a_setup_cell_with_an_elastic_loop_does_not_train_on_a_new_rank_alone() -> None:
+    with create_mesh(2) as mesh:
+        mesh.run("total = 0\nfor i in mesh.elastic(range(3), state='total'): total += i", setup=True)
+        mesh.kill(1)
+        when(lambda: mesh.session.lost == (1,))
+        assert "an elastic loop in a setup cell is not run again" in str(mesh.heal().failed)
+        assert mesh.run("total").values.same() == 3
+
+
 def test_a_name_that_is_wrong_on_one_rank_is_said_on_all(mesh: Mesh) -> None:
     mesh.run("only_here = 1 if rank == 2 else None\nif rank != 2: del only_here")
     with pytest.raises(CellError, match="ranks 0-1: there is no `only_here`"):

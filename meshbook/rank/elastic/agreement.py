@@ -316,6 +316,17 @@ def explain_loss(snapshot: HeldSnapshot, why: str) -> str:
     )
 
 
+def explain_uneven_steps(snapshots: Sequence[HeldSnapshot]) -> str:
+    """Return why ranks do not take the same snapshot, by rank in; "" if they do."""
+    if all(one == snapshots[0] for one in snapshots):
+        return ""
+    texts = [f"the loop {'has ended' if one.is_end else 'goes on'} after step {one.step}" for one in snapshots]
+    return (
+        f"all ranks must do equally many steps in an elastic loop: {fold_problems(texts)}. Give each rank a loader of "
+        "the same length"
+    )
+
+
 def describe_going_back(decision: GoBack) -> str:
     """Return the line that is printed when a loop goes on."""
     snapshot, lost = decision.snapshot, decision.lacking

@@ -113,6 +113,11 @@ class ElasticLoop(Generic[Batch]):
         self._names = _check_arguments(loader, state, every, name)
         self._runs, self._loader, self._every = runs, loader, every
         self._key = name or ", ".join(self._names)
+        if runs.groups.solo.is_active:
+            raise UsageError(
+                "an elastic loop in a setup cell is not run again on a new rank, which would train alone; put it into "
+                "a cell of its own"
+            )
         self._rank = torch.distributed.get_rank()
         self._is_under_way = self._is_over = self._is_due = False
         self._batches: Iterator[Batch] = iter(())

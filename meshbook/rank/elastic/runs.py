@@ -22,6 +22,7 @@ from meshbook.rank.elastic.agreement import (
     Plan,
     Record,
     explain_loss,
+    explain_uneven_steps,
     find_sources,
     units_to_share,
 )
@@ -30,7 +31,7 @@ from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.process_groups.groups import ProcessGroups
 
 _packer = msgspec.msgpack.Encoder()
-_manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot | None, Manifest])
+_manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot, Manifest])
 _contents = msgspec.msgpack.Decoder(list[bytes])
 _plans = msgspec.msgpack.Decoder(list[Plan | None])
 
@@ -79,13 +80,15 @@ class Run:
 
         Args:
             at: equal on all ranks.
+
+        Raises:
+            UsageError: it is not: the ranks did unequal numbers of steps.
         """
         snapshot, self.spare = self.spare or Snapshot(rank), None
         own = snapshot.fill(parts)
         found = [_manifests.decode(text) for text in transfer.gather(_packer.encode((at, own)))]
-        if any(other != at for other, _ in found):
-            steps = sorted({(one.loop, one.step) for one, _ in found if one is not None})
-            raise AssertionError(f"ranks take different snapshots of an elastic loop: (loop, step) {steps}")
+        if problem := explain_uneven_steps([other for other, _ in found]):
+            raise UsageError(problem)
         snapshot.manifests = _share_small_units(rank, snapshot, [manifest for _, manifest in found])
         incoming = snapshot.to_receive()
         transfer.pass_on(snapshot.to_send(), incoming)
