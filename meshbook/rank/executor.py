@@ -9,7 +9,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -31,6 +31,9 @@ from meshbook.rank.reporter import Reporter
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
+
+if TYPE_CHECKING:  # it imports torch, which a mesh may not have
+    from meshbook.rank.elastic.runs import ElasticRuns
 
 # for values that are fetched completely and never displayed
 _NO_PREVIEW = messages.Preview(kind="none", type="", text="")
@@ -58,6 +61,7 @@ class Executor:
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
+        self._elastic_runs: ElasticRuns | None = None  # with the first process groups
         self._handlers: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
@@ -98,6 +102,8 @@ class Executor:
         self._reporter.call_id = self._gate.call_id = command.call
         label = getattr(command, "label", "")
         self._crash_log.clear()
+        if self._elastic_runs is not None:
+            self._elastic_runs.call_began(command.call, getattr(command, "source", label))
         self._groups.call_began(command.call, label, monotonic())
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()
@@ -122,6 +128,8 @@ class Executor:
     def _report_finished(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
         """Report the end of a call. A second report of the same end is harmless."""
         outcome = self._groups.conclude(call, outcome)
+        if self._elastic_runs is not None:
+            self._elastic_runs.call_ended(succeeded=outcome.status == "ok")
         self._output.flush()
         items, seq = self._reporter.pop_remaining_output()
         self._state.ended(call, label, outcome, now=monotonic())
@@ -208,6 +216,12 @@ class Executor:
             if shortage is None:
                 raise
             raise shortage from error
+        if self._elastic_runs is None and (groups := self._groups.process_groups) is not None:
+            from meshbook.rank.elastic import loop
+            from meshbook.rank.elastic.runs import ElasticRuns
+
+            self._elastic_runs = ElasticRuns(self._shell.user_ns, groups)
+            loop.install(self._elastic_runs)
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
         return Outcome(status="ok", reply={"backend": backend})

@@ -9,15 +9,14 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshbook.errors import TransferError
 from meshbook.rank.healing import random_states, transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names
+from meshbook.rank.object_states import load_state, state_of
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.interrupted_steps import rebuild_buckets_in_order
 from meshbook.rank.process_groups.solo import connect_deferred
@@ -87,7 +86,7 @@ def _send(
         if name in randoms:
             bundle[name] = randoms[name]
         elif held[name].kind == "state" and name in shared:
-            bundle[name] = _LoadableState(_state_of(namespace[name]))
+            bundle[name] = _LoadableState(state_of(namespace[name]))
         elif choice.groups:
             bundle[name] = _made_of_groups(choice, namespace[name])
         else:
@@ -115,7 +114,7 @@ def _receive(
             if name in random_states.NAMES:
                 random_states.set_random_state(name, value)
             elif isinstance(value, _LoadableState):
-                _load_state(namespace[name], value.state)
+                load_state(namespace[name], value.state)
             elif isinstance(value, _OfGroups):
                 namespace[name] = value.make(groups)
             else:
@@ -154,42 +153,3 @@ class _LoadableState:
 
     def __init__(self, state: Any) -> None:
         self.state = state
-
-
-def _state_of(value: Any) -> Any:
-    if not isinstance(value, torch.nn.Module):
-        return value.state_dict()
-    tensors = {f"{kind}:{name}": _local(tensor) for kind, name, tensor in _tensors_of(value)}
-    return {"tensors": tensors, "training": {name: module.training for name, module in value.named_modules()}}
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield "parameter", name, parameter
-    for name, buffer in module.named_buffers():
-        yield "buffer", name, buffer
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this rank's part of a tensor."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
-def _load_state(value: Any, state: Any) -> None:
-    """Load a state. Raises ValueError, before anything is changed, if a module has another structure."""
-    if not isinstance(value, torch.nn.Module):
-        value.load_state_dict(state)
-        return
-    own = {f"{kind}:{name}": _local(tensor) for kind, name, tensor in _tensors_of(value)}
-    sent = state["tensors"]
-    if different := sorted(own.keys() ^ sent.keys()) or [
-        name for name, tensor in own.items() if tensor.shape != sent[name].shape or tensor.dtype != sent[name].dtype
-    ]:
-        shown = ", ".join(name.partition(":")[2] for name in different[:4])
-        raise ValueError(f"the model that setup cells have built has another structure: {shown}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(sent[name])
-    for name, module in value.named_modules():
-        module.training = state["training"].get(name, module.training)

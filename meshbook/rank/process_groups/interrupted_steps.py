@@ -36,6 +36,16 @@ def is_mid_step(backward_incomplete: bool) -> bool:
     )
 
 
+def has_unreduced_gradients(model: torch.nn.Module) -> bool:
+    """Whether a model holds gradients that FSDP2 has yet to reduce, as between two micro-batches."""
+    for module in model.modules():
+        state = _fsdp_state(module) if hasattr(module, "_get_fsdp_state") else None
+        for group in _param_groups(state) if state is not None else ():
+            if any(getattr(one, "unsharded_accumulated_grad", None) is not None for one in group.fsdp_params):
+                return True
+    return False
+
+
 def num_rebucketed_models() -> int:
     """Return how often DDP models have rebuilt their gradient buckets: since their last reset, and at all before it.
 

@@ -1,0 +1,1 @@
+"""Loops of steps that survive the loss of a rank: `mesh.elastic`."""

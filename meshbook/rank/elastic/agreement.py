@@ -1,0 +1,344 @@
+"""Which snapshot all ranks go back to, and from where a rank that lacks its part of it takes that. Pure.
+
+Every rank says what it holds; every rank then decides the same. A snapshot has one part for each rank. A part is a
+list of units (the bytes of a tensor, or of a pickle), each known by a digest of its content. The next rank in the ring
+has copies of those units that its own part lacks, and every rank has the small ones that are not equal everywhere, such
+as the states of random generators. So any loss can be made good in which no rank is lost together with the next one; if
+what is large is replicated, any loss that leaves one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from meshbook.errors import UsageError
+from meshbook.ids import name_ranks
+
+
+class Unit(Struct, frozen=True, array_like=True, gc=False):
+    """Attributes:
+    digest: equal for equal bytes.
+    data: the bytes, if every rank has been given them.
+    """
+
+    digest: bytes
+    size: int
+    data: bytes | None = None
+
+
+class Manifest(Struct, frozen=True, array_like=True):
+    """One rank's part of a snapshot.
+
+    Attributes:
+        parts: by the name of the state, how many of the units are its own: its pickle first, then its tensors.
+    """
+
+    parts: dict[str, int]
+    units: list[Unit]
+
+
+class HeldSnapshot(Struct, frozen=True, array_like=True, order=True):
+    """A complete snapshot that a rank holds. Later ones compare greater.
+
+    Attributes:
+        number: counted through the run.
+        loop: which loop of the cell, counted from 0.
+        step: how many steps of that loop are done.
+        is_end: taken when the loop had ended.
+        has_copies: the rank holds copies of the units of the rank before it, too.
+    """
+
+    number: int
+    loop: int
+    step: int
+    is_end: bool
+    has_copies: bool
+
+
+class Record(Struct, frozen=True, array_like=True):
+    """What a rank remembers of the latest run.
+
+    Attributes:
+        run: its number; equal on all ranks, greater than those before.
+        call: the cell that it runs in, or ran in last.
+        source: a digest of that cell's source; "" if it has none.
+        is_open: the cell has not ended well on this rank.
+        loop: the loop of that cell that began last.
+        reached: how many steps of it were done.
+        snapshots: complete ones.
+    """
+
+    run: int
+    call: str
+    source: str
+    is_open: bool
+    loop: int
+    reached: int
+    snapshots: list[HeldSnapshot]
+
+
+class Request(Struct, frozen=True, array_like=True):
+    """What a rank says when `mesh.elastic` is called there.
+
+    Attributes:
+        loop: how many loops with this key began in this cell before.
+        problem: why a new run cannot begin there; "" if it can.
+    """
+
+    key: str
+    every: int
+    restart: bool
+    call: str
+    source: str
+    loop: int
+    problem: str
+    record: Record | None
+
+
+class Begin(Struct, frozen=True):
+    """A loop begins at its first step, in this run."""
+
+    run: int
+
+
+class GoBack(Struct, frozen=True):
+    """All ranks go back to a snapshot.
+
+    Attributes:
+        is_over: there is nothing left of this loop: it had ended, and perhaps later ones of the cell had begun.
+        is_own_loop: the snapshot is of this loop.
+        reached: how many steps were done before the fault.
+        held: what each rank holds of it, by rank; None: nothing.
+    """
+
+    run: int
+    snapshot: HeldSnapshot
+    is_over: bool
+    is_own_loop: bool
+    reached: int
+    held: tuple[HeldSnapshot | None, ...]
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        return tuple(rank for rank, held in enumerate(self.held) if held is None)
+
+
+def decide(requests: Sequence[Request]) -> Begin | list[GoBack]:
+    """Return what all ranks do now, from what each says, by rank: begin, or go back to the first snapshot that can be
+    put together, the newest being first.
+
+    Raises:
+        UsageError: the ranks ask for different things, or a new run cannot begin.
+    """
+    _check_alike(requests)
+    first = requests[0]
+    records = [request.record for request in requests]
+    run = max((record.run for record in records if record is not None), default=0)
+    latest = [record if record is not None and record.run == run else None for record in records]
+    known = [record for record in latest if record is not None]
+    counted = {held.number: held for record in known for held in record.snapshots}
+    if known and not first.restart and known[0].call == first.call:
+        _check_possible(requests)
+        return Begin(run)
+    # without a snapshot the run had not come to its first step
+    if first.restart or not counted or not _goes_on(latest, first):
+        _check_possible(requests)
+        return Begin(run + 1)
+    found = []
+    for number in sorted(counted, reverse=True):
+        snapshot = counted[number]
+        reached = max((record.reached for record in known if record.loop == snapshot.loop), default=snapshot.step)
+        option = GoBack(
+            run,
+            snapshot,
+            is_over=first.loop < snapshot.loop or snapshot.is_end,
+            is_own_loop=first.loop >= snapshot.loop,
+            reached=max(reached, snapshot.step),
+            held=tuple(_find(record, number) for record in latest),
+        )
+        found.append(option)
+    return found
+
+
+def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:
+    """Whether this call goes on with an earlier run, rather than begin one."""
+    known = [record for record in latest if record is not None]
+    if any(record.is_open for record in known):
+        return True
+    # The cell has ended well on all ranks that are left. One has been replaced since: whether it had ended well there
+    # is not known, so if the same cell is run again, it is not trained twice without a word.
+    return len(known) < len(latest) and any(record.source and record.source == request.source for record in known)
+
+
+def _find(record: Record | None, number: int) -> HeldSnapshot | None:
+    return None if record is None else next((held for held in record.snapshots if held.number == number), None)
+
+
+def _check_alike(requests: Sequence[Request]) -> None:
+    for field in ("key", "every", "restart", "loop"):
+        ranks_of: dict[object, list[int]] = {}
+        for rank, request in enumerate(requests):
+            ranks_of.setdefault(getattr(request, field), []).append(rank)
+        if len(ranks_of) > 1:
+            what = {"key": "state or name", "loop": "number of loops before this one"}.get(field, field)
+            found = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_of.items())
+            raise UsageError(f"all ranks must call mesh.elastic alike, and {what} differs: {found}")
+
+
+def _check_possible(requests: Sequence[Request]) -> None:
+    if problems := fold_problems([request.problem for request in requests]):
+        raise UsageError(problems)
+
+
+def fold_problems(problems: Sequence[str]) -> str:
+    """Return what ranks say is wrong, by rank in, as one text; "" if nothing is."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem:
+            ranks_of.setdefault(problem, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_of.items())
+
+
+# ---- copies of units
+
+# Bytes of a unit that every rank is given, and of all such units of one rank. A generator's state has up to 5 KiB.
+_MAX_SHARED_BYTES = 8 << 10
+_MAX_ALL_SHARED_BYTES = 256 << 10
+
+
+def units_to_share(rank: int, manifests: Sequence[Manifest]) -> list[int]:
+    """Return which units of a rank's part every rank is given: small ones that not every rank has itself."""
+    everywhere = set.intersection(*({unit.digest for unit in manifest.units} for manifest in manifests))
+    found, total = [], 0
+    for at, unit in enumerate(manifests[rank].units):
+        if unit.size <= _MAX_SHARED_BYTES and unit.digest not in everywhere:
+            total += unit.size
+            if total > _MAX_ALL_SHARED_BYTES:
+                break
+            found.append(at)
+    return found
+
+
+def units_to_copy(part: Manifest, next_part: Manifest) -> list[int]:
+    """Return which units of a rank's part the next rank must be sent: those that it does not have itself."""
+    had = {unit.digest for unit in next_part.units}
+    return [at for at, unit in enumerate(part.units) if unit.size and unit.data is None and unit.digest not in had]
+
+
+# Bytes between the beginnings of units in memory are a multiple of this, so that any dtype can be read in place.
+ALIGNMENT = 64
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where units of these sizes begin, one after the other, and at last where they end. In bytes."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return found
+
+
+def byte_ranges(part: Manifest, units: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the memory of these units, in few pieces."""
+    starts = offsets([unit.size for unit in part.units])
+    begin = end = None
+    for at in units:
+        if starts[at] != end:
+            if begin is not None and end is not None:
+                yield begin, end
+            begin = starts[at]
+        end = starts[at + 1]
+    if begin is not None and end is not None:
+        yield begin, end
+
+
+class Source(Struct, frozen=True, array_like=True):
+    """Where the units of a lost part are: by unit, the rank that sends it; -1: in the manifest itself.
+
+    Attributes:
+        why_not: why it cannot be put together; "" if it can.
+    """
+
+    manifest: Manifest
+    ranks: list[int]
+    why_not: str = ""
+
+
+def find_sources(lost: int, manifests: Sequence[Manifest], held: Sequence[HeldSnapshot | None]) -> Source:
+    """Return where the part of a rank that is lost can be had.
+
+    Args:
+        manifests: of all ranks.
+        held: as `GoBack.held`.
+    """
+    part, size = manifests[lost], len(manifests)
+    after = (lost + 1) % size
+    copies: set[bytes] = set()
+    if (neighbour := held[after]) is not None and neighbour.has_copies:
+        copies = {part.units[at].digest for at in units_to_copy(part, manifests[after])}
+    owners: dict[bytes, int] = {}
+    living = [rank for rank in ((lost + 1 + at) % size for at in range(size)) if held[rank] is not None]
+    for rank in living:
+        for unit in manifests[rank].units:
+            owners.setdefault(unit.digest, rank)
+    ranks = []
+    for unit in part.units:
+        if unit.data is not None or not unit.size:
+            ranks.append(-1)
+        elif unit.digest in copies:
+            ranks.append(after)
+        elif unit.digest in owners:
+            ranks.append(owners[unit.digest])
+        else:
+            gone = sorted({lost, after})
+            text = f"the state of rank {lost} was held by {name_ranks(gone)}, and what they held is lost"
+            return Source(part, [], text)
+    return Source(part, ranks)
+
+
+class Plan(Struct, frozen=True, array_like=True):
+    """How a snapshot is put together: what all parts consist of, and by lacking rank where its part is."""
+
+    manifests: list[Manifest]
+    sources: list[Source]
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be put together; "" if it can."""
+        return "; ".join(dict.fromkeys(source.why_not for source in self.sources if source.why_not))
+
+
+def explain_loss(snapshot: HeldSnapshot, why: str) -> str:
+    return (
+        f"the snapshot of step {snapshot.step} cannot be put together: {why}. Load a checkpoint, and call "
+        "mesh.elastic(..., restart=True)"
+    )
+
+
+def explain_uneven_steps(snapshots: Sequence[HeldSnapshot]) -> str:
+    """Return why ranks do not take the same snapshot, by rank in; "" if they do."""
+    if all(one == snapshots[0] for one in snapshots):
+        return ""
+    texts = [f"the loop {'has ended' if one.is_end else 'goes on'} after step {one.step}" for one in snapshots]
+    return (
+        f"all ranks must do equally many steps in an elastic loop: {fold_problems(texts)}. Give each rank a loader of "
+        "the same length"
+    )
+
+
+def describe_going_back(decision: GoBack) -> str:
+    """Return the line that is printed when a loop goes on."""
+    snapshot, lost = decision.snapshot, decision.lacking
+    of_lost = f"; what {name_ranks(lost)} held came from the others" if lost else ""
+    if decision.is_over and not decision.is_own_loop:
+        return f"elastic: this loop had ended, and nothing of it is computed again{of_lost}"
+    if decision.is_over:
+        return (
+            f"elastic: this loop had ended at step {snapshot.step}, and its end is restored{of_lost}; "
+            "restart=True begins it anew"
+        )
+    again = decision.reached - snapshot.step
+    steps = "no step is" if not again else "1 step is" if again == 1 else f"{again} steps are"
+    why = f"snapshot of step {snapshot.step}; {steps} computed again{of_lost}"
+    return f"elastic: goes on at step {decision.reached} ({why})"

@@ -1,0 +1,221 @@
+"""What a rank remembers of its elastic loops: the latest run of each key, with its snapshots.
+
+A run is what one cell does under a key: its loop, or its loops one after the other. It stays open until the cell has
+ended well; until then the same loops, called again, go on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from meshbook.errors import UsageError
+from meshbook.rank.elastic import transfer
+from meshbook.rank.elastic.agreement import (
+    GoBack,
+    HeldSnapshot,
+    Manifest,
+    Plan,
+    Record,
+    explain_loss,
+    explain_uneven_steps,
+    find_sources,
+    units_to_share,
+)
+from meshbook.rank.elastic.contents import Part
+from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.process_groups.groups import ProcessGroups
+
+_packer = msgspec.msgpack.Encoder()
+_manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot, Manifest])
+_contents = msgspec.msgpack.Decoder(list[bytes])
+_plans = msgspec.msgpack.Decoder(list[Plan | None])
+
+
+@dataclass
+class Run:
+    """The latest run of a key on this rank.
+
+    Attributes:
+        number: equal on all ranks.
+        call: the cell that it runs in, or ran in last.
+        source: a digest of that cell's source.
+        last_call: the cell in which it was asked for last.
+        loop: which loop of the cell began last, counted from 0.
+        reached: how many steps of it are done.
+        current: the object of that loop.
+        one_pass: the iterator that it takes its batches from, if it is one.
+        complete: snapshots that every rank has completed; one, or two while it is not known whether all know.
+        spare: one whose memory can be used again.
+    """
+
+    number: int
+    call: str
+    source: str
+    last_call: str
+    loop: int = 0
+    reached: int = 0
+    is_open: bool = True
+    current: object = None
+    one_pass: object = None
+    complete: list[Snapshot] = field(default_factory=list)
+    spare: Snapshot | None = None
+
+    def describe(self) -> Record:
+        held = [snapshot.held for snapshot in self.complete if snapshot.held is not None]
+        return Record(self.number, self.call, self.source, self.is_open, self.loop, self.reached, held)
+
+    @property
+    def next_number(self) -> int:
+        return 1 + max((held.number for held in self.describe().snapshots), default=-1)
+
+    # ---- snapshots, which all ranks take together
+
+    def take(self, rank: int, at: HeldSnapshot, parts: Mapping[str, Part]) -> None:
+        """Take a snapshot on all ranks. Blocks until all have it; if that fails, those before it are as they were.
+
+        Args:
+            at: equal on all ranks.
+
+        Raises:
+            UsageError: it is not: the ranks did unequal numbers of steps.
+        """
+        snapshot, self.spare = self.spare or Snapshot(rank), None
+        own = snapshot.fill(parts)
+        found = [_manifests.decode(text) for text in transfer.gather(_packer.encode((at, own)))]
+        if problem := explain_uneven_steps([other for other, _ in found]):
+            raise UsageError(problem)
+        snapshot.manifests = _share_small_units(rank, snapshot, [manifest for _, manifest in found])
+        incoming = snapshot.to_receive()
+        transfer.pass_on(snapshot.to_send(), incoming)
+        snapshot.held = at
+        self.complete.append(snapshot)
+        transfer.wait_for_all()  # then every rank has completed it, and none will need the one before
+        old = self.complete[:-1]
+        self.complete = [snapshot]
+        self.spare = old[-1] if old else None
+
+    def collect(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Snapshot]:
+        """Return the snapshot that all ranks go back to, with this rank's part: others send it what it lacks. Blocks.
+
+        Args:
+            options: equal on all ranks; the first that can be put together is taken.
+
+        Raises:
+            UsageError: none can be put together.
+        """
+        chosen, plan = options[0], None
+        if chosen.lacking:
+            chosen, plan = self._choose(rank, options)
+        have = self._find(chosen.snapshot.number)
+        if plan is not None:
+            received = self._exchange_parts(rank, chosen, plan, have)
+            have = have or received
+        assert have is not None  # held before, or received now
+        self.complete = [have]
+        return chosen, have
+
+    def _find(self, number: int) -> Snapshot | None:
+        return next((one for one in self.complete if one.held is not None and one.held.number == number), None)
+
+    def _choose(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Plan]:
+        own: list[Plan | None] = []
+        for option in options:
+            have = self._find(option.snapshot.number)
+            lowest = next(at for at, held in enumerate(option.held) if held is not None)
+            if rank == lowest:
+                assert have is not None  # as this rank has said
+                sources = [find_sources(lost, have.manifests, option.held) for lost in option.lacking]
+                own.append(Plan(have.manifests, sources))
+            else:
+                own.append(None)
+        plans = [_plans.decode(text) for text in transfer.gather(_packer.encode(own))]
+        found = [next(of_rank[at] for of_rank in plans if of_rank[at] is not None) for at in range(len(options))]
+        for option, plan in zip(options, found, strict=True):
+            assert plan is not None  # one rank has made it
+            if not plan.why_not:
+                return option, plan
+        assert found[0] is not None
+        raise UsageError(explain_loss(options[0].snapshot, found[0].why_not))
+
+    def _exchange_parts(self, rank: int, chosen: GoBack, plan: Plan, have: Snapshot | None) -> Snapshot | None:
+        """Send and receive parts of ranks that lack theirs. Return this rank's, if it is one of them. Blocks."""
+        received = None
+        for lost, source in zip(chosen.lacking, plan.sources, strict=True):
+            memory = None
+            if rank == lost:
+                received = Snapshot(rank)
+                memory = received.allocate(plan.manifests)
+            for at, (sender, unit) in enumerate(zip(source.ranks, source.manifest.units, strict=True)):
+                if memory is not None and sender >= 0:
+                    transfer.receive(memory[at], sender)
+                elif rank == sender:
+                    assert have is not None  # it was chosen as the source
+                    in_own = any(own.digest == unit.digest for own in plan.manifests[rank].units)
+                    transfer.send(have.find(unit.digest, before=not in_own), lost)
+        if received is not None:
+            received.held = msgspec.structs.replace(chosen.snapshot, has_copies=False)
+        return received
+
+    def complete_copies(self, rank: int, snapshot: Snapshot, decision: GoBack) -> None:
+        """Give ranks that replace others the copies that those held. Blocks. All ranks have their own parts."""
+        for at, held in enumerate(decision.held):
+            if held is None or not held.has_copies:
+                if rank == (at - 1) % len(decision.held):
+                    for memory in snapshot.to_send():
+                        transfer.send(memory, at)
+                if rank == at:
+                    for memory in snapshot.to_receive():
+                        transfer.receive(memory, (at - 1) % len(decision.held))
+                    assert snapshot.held is not None  # a complete one
+                    snapshot.held = msgspec.structs.replace(snapshot.held, has_copies=True)
+
+
+def _share_small_units(rank: int, snapshot: Snapshot, manifests: list[Manifest]) -> list[Manifest]:
+    """Give all ranks the small units that not every rank has, and return the manifests with them. Blocks."""
+    wanted = [units_to_share(at, manifests) for at in range(len(manifests))]
+    if not any(wanted):
+        return manifests
+    own = manifests[rank].units
+    sent = transfer.gather(_packer.encode([snapshot.content(own, at) for at in wanted[rank]]))
+    for manifest, numbers, text in zip(manifests, wanted, sent, strict=True):
+        for at, data in zip(numbers, _contents.decode(text), strict=True):
+            manifest.units[at] = msgspec.structs.replace(manifest.units[at], data=data)
+    return manifests
+
+
+class ElasticRuns:
+    """The runs of this rank, by key. One per rank; on the main thread."""
+
+    def __init__(self, namespace: MutableMapping[str, Any], groups: ProcessGroups) -> None:
+        self.namespace, self.groups = namespace, groups
+        self.runs: dict[str, Run] = {}
+        self.call = self.source = ""
+        self._num_loops: dict[str, int] = {}  # by key, that have begun in this call
+
+    def call_began(self, call: str, source: str) -> None:
+        self.call, self.source = call, source
+        self._num_loops = {}
+
+    def call_ended(self, *, succeeded: bool) -> None:
+        """Close the runs of a call that has ended well; their last snapshots stay, and take the memory of one."""
+        for run in self.runs.values():
+            if run.last_call == self.call and run.is_open:
+                run.current = None
+                if succeeded:
+                    run.is_open, run.spare, run.one_pass = False, None, None
+
+    def source_digest(self) -> str:
+        if not self.source:
+            return ""
+        return hashlib.blake2b(self.source.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def count_loop(self, key: str) -> int:
+        """Return how many loops with this key have begun in this call before this one."""
+        number = self._num_loops.get(key, 0)
+        self._num_loops[key] = number + 1
+        return number

@@ -1,0 +1,123 @@
+"""One rank's memory of a snapshot: its own part, and copies of what the rank before it holds alone.
+
+The memory is used again for later snapshots. On CUDA it is pinned memory of the host: a copy on the device would take
+the room of the model a second and a third time. No collectives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshbook.rank.elastic.agreement import HeldSnapshot, Manifest, Unit, byte_ranges, offsets, units_to_copy
+from meshbook.rank.elastic.contents import Part
+from meshbook.rank.elastic.digests import digest
+
+
+class Snapshot:
+    """
+    Attributes:
+        held: which snapshot it is; None while it is being filled.
+        manifests: of all ranks, by rank.
+        own: memory of this rank's part: the units one after the other, at `offsets`.
+        copies: of the rank before it, the memory of `units_to_copy`, without gaps between them.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.held: HeldSnapshot | None = None
+        self.manifests: list[Manifest] = []
+        self.own = self.copies = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, parts: Mapping[str, Part]) -> Manifest:
+        """Copy the state of this rank, and return what it consists of. Waits for the device."""
+        self.held, self.manifests = None, []
+        pickles = {name: torch.frombuffer(bytearray(part.pickled), dtype=torch.uint8) for name, part in parts.items()}
+        tensors = [tensor for name, part in parts.items() for tensor in (pickles[name], *part.tensors)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        starts = offsets(sizes)
+        self.own = _memory(self.own, starts[-1], tensors)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=False):
+            target = self.own[start : start + size].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+        memory = self.own.numpy()
+        units = [Unit(digest(memory[start : start + size]), size) for start, size in zip(starts, sizes, strict=False)]
+        return Manifest({name: 1 + len(part.tensors) for name, part in parts.items()}, units)
+
+    def content(self, units: Sequence[Unit], at: int) -> bytes:
+        """Return the bytes of one of this rank's units."""
+        start = offsets([unit.size for unit in units])[at]
+        return self.own[start : start + units[at].size].numpy().tobytes()
+
+    # ---- copies of the rank before
+
+    def to_send(self) -> list[torch.Tensor]:
+        """Return the memory that the next rank is to have copies of, in pieces."""
+        part = self.manifests[self._rank]
+        after = self.manifests[(self._rank + 1) % len(self.manifests)]
+        return [self.own[begin:end] for begin, end in byte_ranges(part, units_to_copy(part, after))]
+
+    def to_receive(self) -> list[torch.Tensor]:
+        """Return the memory for the copies that the rank before sends, in the pieces in which it sends them."""
+        before, part = self.manifests[self._rank - 1], self.manifests[self._rank]
+        sizes = [end - begin for begin, end in byte_ranges(before, units_to_copy(before, part))]
+        self.copies = _memory(self.copies, sum(sizes), ())
+        pieces, at = [], 0
+        for size in sizes:
+            pieces.append(self.copies[at : at + size])
+            at += size
+        return pieces
+
+    # ---- reading
+
+    def parts(self, names: Sequence[str]) -> dict[str, Part]:
+        """Return this rank's own parts of these names; their tensors are bytes, in the memory of the snapshot.
+
+        Names that it does not have are left out.
+        """
+        manifest = self.manifests[self._rank]
+        starts = offsets([unit.size for unit in manifest.units])
+        found, at = {}, 0
+        for name, count in manifest.parts.items():
+            memory = [self.own[starts[i] : starts[i] + manifest.units[i].size] for i in range(at, at + count)]
+            if name in names:
+                found[name] = Part(memory[0].numpy().tobytes(), memory[1:])
+            at += count
+        return found
+
+    def find(self, wanted: bytes, *, before: bool) -> torch.Tensor:
+        """Return the memory of a unit by its digest: from the copies, or from this rank's own part."""
+        manifest = self.manifests[self._rank - 1 if before else self._rank]
+        starts = offsets([unit.size for unit in manifest.units])
+        if not before:
+            at = next(at for at, unit in enumerate(manifest.units) if unit.digest == wanted)
+            return self.own[starts[at] : starts[at] + manifest.units[at].size]
+        start = 0
+        for at in units_to_copy(manifest, self.manifests[self._rank]):
+            if manifest.units[at].digest == wanted:
+                return self.copies[start : start + manifest.units[at].size]
+            start += starts[at + 1] - starts[at]
+        raise AssertionError("a copy that was never sent")  # sources are chosen by the same manifests
+
+    def allocate(self, manifests: list[Manifest]) -> list[torch.Tensor]:
+        """Return memory for the units of this rank's own part, which other ranks send; small ones are filled in."""
+        self.held, self.manifests = None, manifests
+        units = manifests[self._rank].units
+        starts = offsets([unit.size for unit in units])
+        self.own = _memory(self.own, starts[-1], ())
+        found = [self.own[start : start + unit.size] for start, unit in zip(starts, units, strict=False)]
+        for memory, unit in zip(found, units, strict=True):
+            if unit.data:
+                memory.copy_(torch.frombuffer(bytearray(unit.data), dtype=torch.uint8))
+        return found
+
+
+def _memory(present: torch.Tensor, size: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return memory of at least this size: the present one if it is large enough."""
+    if len(present) >= size:
+        return present
+    # an eighth more, because optimizers and lists of losses grow in the first steps
+    return torch.empty(size + size // 8, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in tensors))

@@ -1,0 +1,54 @@
+"""The state of a user's object as plain containers and tensors, and its way back into an object like it.
+
+A module's state is its parameters and buffers, in place: a DDP or FSDP2 model keeps its memory, and what refers to it
+stays right. Other objects have `state_dict` and `load_state_dict`. No process groups, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies."""
+    if not isinstance(value, torch.nn.Module):
+        return value.state_dict()
+    tensors = {f"{kind}:{name}": local_part(tensor) for kind, name, tensor in tensors_of(value)}
+    return {"tensors": tensors, "training": {name: module.training for name, module in value.named_modules()}}
+
+
+def tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, str, torch.Tensor]]:
+    """Yield kind ("parameter" or "buffer"), name and tensor, each tensor once."""
+    for name, parameter in module.named_parameters():
+        yield "parameter", name, parameter
+    for name, buffer in module.named_buffers():
+        yield "buffer", name, buffer
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of this rank's part of a tensor."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def load_state(value: Any, state: Any) -> None:
+    """Load a state. Raises ValueError, before anything is changed, if a module has another structure."""
+    if not isinstance(value, torch.nn.Module):
+        value.load_state_dict(state)
+        return
+    own = {f"{kind}:{name}": local_part(tensor) for kind, name, tensor in tensors_of(value)}
+    sent = state["tensors"]
+    if different := sorted(own.keys() ^ sent.keys()) or [
+        name for name, tensor in own.items() if tensor.shape != sent[name].shape or tensor.dtype != sent[name].dtype
+    ]:
+        shown = ", ".join(name.partition(":")[2] for name in different[:4])
+        raise ValueError(f"the model here has another structure: {shown}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(sent[name])
+    for name, module in value.named_modules():
+        module.training = state["training"].get(name, module.training)

@@ -1,0 +1,269 @@
+"""The parts of `mesh.elastic` that need no mesh: what ranks agree on, digests, and states in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from meshbook.errors import UsageError
+from meshbook.rank.elastic import contents
+from meshbook.rank.elastic.agreement import (
+    Begin,
+    GoBack,
+    HeldSnapshot,
+    Manifest,
+    Record,
+    Request,
+    Unit,
+    byte_ranges,
+    decide,
+    describe_going_back,
+    find_sources,
+    units_to_copy,
+    units_to_share,
+)
+from meshbook.rank.elastic.digests import digest
+from meshbook.rank.elastic.snapshots import Snapshot
+
+
+def held(number: int, step: int = 0, *, loop: int = 0, is_end: bool = False, copies: bool = True) -> HeldSnapshot:
+    return HeldSnapshot(number, loop, step, is_end, copies)
+
+
+def record(*snapshots: HeldSnapshot, run: int = 1, is_open: bool = True, reached: int = 0, loop: int = 0) -> Record:
+    return Record(run, "cell 1", "source", is_open, loop, reached, list(snapshots))
+
+
+def request(known: Record | None, **changed: Any) -> Request:
+    fields = {"key": "model", "every": 10, "restart": False, "call": "cell 2", "source": "source", "loop": 0}
+    return Request(**{**fields, "problem": "", "record": known, **changed})
+
+
+# ---- what ranks agree on
+
+
+def test_a_first_run_begins() -> None:
+    assert decide([request(None), request(None)]) == Begin(1)
+
+
+def test_all_ranks_go_back_to_the_newest_snapshot_and_a_new_rank_lacks_it() -> None:
+    options = decide([request(record(held(3, 30), reached=37)), request(None)])
+    assert isinstance(options, list)
+    assert [(one.snapshot.step, one.lacking, one.reached, one.is_over) for one in options] == [(30, (1,), 37, False)]
+
+
+def test_an_older_snapshot_is_the_second_choice_where_only_some_ranks_have_completed_the_newer() -> None:
+    options = decide([request(record(held(2, 20), held(3, 30))), request(record(held(2, 20))), request(None)])
+    assert isinstance(options, list)
+    assert [(one.snapshot.step, one.lacking) for one in options] == [(30, (1, 2)), (20, (2,))]
+
+
+def test_a_run_that_has_ended_well_everywhere_is_followed_by_a_new_one() -> None:
+    over = record(held(5, 50, is_end=True), is_open=False)
+    assert decide([request(over), request(over)]) == Begin(2)
+
+
+def test_a_run_that_did_not_end_well_on_one_rank_goes_on() -> None:
+    options = decide([request(record(held(1, 10), is_open=False)), request(record(held(1, 10)))])
+    assert isinstance(options, list)
+
+
+@pytest.mark.parametrize(("source", "goes_on"), [("source", True), ("another", False)])
+def test_a_rank_lost_after_the_end_is_made_good_if_the_same_cell_is_run(source: str, goes_on: bool) -> None:
+    over = record(held(5, 50, is_end=True), is_open=False)
+    decision = decide([request(over, source=source), request(None, source=source)])
+    assert isinstance(decision, list) is goes_on
+
+
+def test_restart_begins_anew_whatever_was_interrupted() -> None:
+    assert decide([request(record(held(1, 10)), restart=True)]) == Begin(2)
+
+
+def test_a_run_without_a_complete_snapshot_begins_anew() -> None:
+    assert decide([request(record(run=4)), request(record(held(9, 90), run=3, is_open=False))]) == Begin(5)
+
+
+def test_the_next_loop_of_a_cell_begins_in_its_run() -> None:
+    one = request(record(held(5, 50, is_end=True)), call="cell 1", loop=1)
+    assert decide([one, one]) == Begin(1)
+
+
+def test_a_loop_before_the_interrupted_one_is_over() -> None:
+    known = record(held(9, 10, loop=2), loop=2, reached=13)
+    options = decide([request(known), request(known)])
+    assert isinstance(options, list)
+    assert (options[0].is_over, options[0].is_own_loop) == (True, False)
+    options = decide([request(known, loop=2), request(known, loop=2)])
+    assert isinstance(options, list)
+    assert (options[0].is_over, options[0].is_own_loop, options[0].reached) == (False, True, 13)
+
+
+@pytest.mark.parametrize("field", ["key", "every", "restart", "loop"])
+def test_ranks_that_call_it_differently_are_told_how(field: str) -> None:
+    other = {"key": "other", "every": 11, "restart": True, "loop": 1}[field]
+    with pytest.raises(UsageError, match=f"differs: .* on rank 0; {other} on ranks 1-2"):
+        decide([request(None), request(None, **{field: other}), request(None, **{field: other})])
+
+
+def test_what_is_wrong_is_said_once_for_ranks_that_say_the_same() -> None:
+    with pytest.raises(UsageError, match=r"^ranks 0,2: no `x`$"):
+        decide([request(None, problem="no `x`"), request(None), request(None, problem="no `x`")])
+
+
+def test_the_line_that_is_printed() -> None:
+    def line(step: int, reached: int, *ranks: HeldSnapshot | None) -> str:
+        return describe_going_back(GoBack(1, held(1, step), False, True, reached, ranks))
+
+    assert line(800, 812, held(1)) == "elastic: goes on at step 812 (snapshot of step 800; 12 steps are computed again)"
+    assert "1 step is computed again; what ranks 1-2 held came from the others" in line(8, 9, held(1), None, None)
+    assert "no step is computed again" in line(8, 8, held(1))
+
+
+# ---- where units are
+
+
+def manifest(*digests: str, size: int = 10_000) -> Manifest:
+    return Manifest({"x": len(digests)}, [Unit(one.encode(), size) for one in digests])
+
+
+def test_the_next_rank_is_sent_what_it_does_not_have() -> None:
+    assert units_to_copy(manifest("same", "a", "b"), manifest("same", "c", "b")) == [1]
+
+
+def test_small_units_that_are_not_everywhere_go_to_every_rank() -> None:
+    parts = [manifest("same", "a", size=100), manifest("same", "b", size=100)]
+    assert units_to_share(0, parts) == [1]
+    assert units_to_share(0, [manifest("same", "a"), manifest("same", "b")]) == []
+
+
+def test_units_side_by_side_are_one_piece_of_memory() -> None:
+    part = manifest("a", "b", "c", "d", size=100)  # 128 bytes each, with what aligns the next
+    assert list(byte_ranges(part, [0, 1, 3])) == [(0, 256), (384, 512)]
+    assert list(byte_ranges(part, [])) == []
+
+
+def test_a_lost_part_comes_from_replicas_and_from_the_next_rank() -> None:
+    parts = [manifest("same", "a"), manifest("same", "b"), manifest("same", "c")]
+    source = find_sources(1, parts, [held(1), None, held(1)])
+    assert (source.ranks, source.why_not) == ([2, 2], "")
+    source = find_sources(2, parts, [held(1), held(1), None])
+    assert source.ranks == [0, 0]
+
+
+@pytest.mark.parametrize("next_one", [None, held(1, copies=False)])
+def test_a_part_whose_copies_are_lost_too_cannot_be_had(next_one: HeldSnapshot | None) -> None:
+    parts = [manifest("a"), manifest("b"), manifest("c")]
+    source = find_sources(1, parts, [held(1), None, next_one])
+    assert "the state of rank 1 was held by ranks 1-2" in source.why_not
+
+
+# ---- digests
+
+
+@pytest.mark.parametrize("size", [0, 7, 16_384, 16_384 * 33 + 5])
+def test_equal_bytes_have_equal_digests_and_any_changed_bit_another(size: int) -> None:
+    memory = numpy.random.default_rng(0).integers(0, 256, size + 8, dtype=numpy.uint8)[:size]
+    before = digest(memory)
+    assert digest(memory.copy()) == before
+    for at in numpy.linspace(0, size - 1, 5).astype(int) if size else ():
+        for bit in (1, 128):
+            memory[at] ^= bit
+            assert digest(memory) != before
+            memory[at] ^= bit
+
+
+def test_two_signs_that_change_in_one_row_change_the_digest() -> None:
+    numbers = numpy.ones(4096, dtype=numpy.float64)
+    before = digest(numbers.view(numpy.uint8))
+    numbers[[3, 700]] *= -1  # the differences are 2**63 twice, which a sum modulo 2**64 would lose
+    assert digest(numbers.view(numpy.uint8)) != before
+    swapped = numpy.arange(4096, dtype=numpy.float32)
+    before = digest(swapped.view(numpy.uint8))
+    swapped[[5, 6]] = swapped[[6, 5]]
+    assert digest(swapped.view(numpy.uint8)) != before
+
+
+# ---- states in memory
+
+
+def round_trip(value: Any, into: dict[str, Any]) -> None:
+    """Take the value into the memory of a snapshot, and load it under the name `x`."""
+    snapshot = Snapshot(0)
+    snapshot.manifests = [snapshot.fill({"x": contents.capture(value, "x", {})})]
+    contents.restore("x", snapshot.parts(["x"])["x"], into, {})
+
+
+def test_values_with_tensors_and_generators_come_back_equal_and_share_no_memory() -> None:
+    shared = torch.arange(6.0).reshape(2, 3).t()
+    value = {"a": [shared, shared], "g": torch.Generator().manual_seed(3), "n": numpy.arange(3), "e": torch.empty(0, 4)}
+    into: dict[str, Any] = {}
+    round_trip(value, into)
+    found = into["x"]
+    assert torch.equal(found["a"][0], shared)
+    assert found["a"][0] is found["a"][1]
+    assert found["a"][0].stride() == shared.stride()
+    assert torch.equal(torch.rand(2, generator=found["g"]), torch.rand(2, generator=value["g"]))
+    assert found["e"].shape == (0, 4)
+    found["a"][0].zero_()
+    assert shared.sum() == 15
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.float64])
+def test_tensors_of_every_dtype_are_loaded_in_place(dtype: torch.dtype) -> None:
+    original = torch.tensor([0, 1, 1]).to(dtype)
+    own = torch.zeros(3).to(dtype)
+    into = {"x": own}
+    round_trip(original, into)
+    assert into["x"] is own
+    assert torch.equal(own, original)
+
+
+def test_a_module_is_loaded_in_place_with_buffers_modes_and_gradients() -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+
+    trained, other = build(), build()
+    trained(torch.randn(4, 2)).sum().backward()
+    trained[1].eval()  # type: ignore[index]
+    weight = other[0].weight  # type: ignore[index]
+    round_trip(trained, {"x": other})
+    assert other[0].weight is weight  # type: ignore[index]
+    assert not other[1].training  # type: ignore[index]
+    for (_, one), (_, two) in zip(trained.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert one.grad is not None
+        assert two.grad is not None
+        assert torch.equal(one.grad, two.grad)
+    assert torch.equal(trained[1].running_mean, other[1].running_mean)  # type: ignore[index]
+
+
+def test_an_optimizer_goes_back_to_the_time_before_its_first_step() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    snapshot = Snapshot(0)
+    snapshot.manifests = [snapshot.fill({"x": contents.capture(optimizer, "x", {})})]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state
+    contents.restore("x", snapshot.parts(["x"])["x"], {"x": optimizer}, {})
+    assert not optimizer.state
+
+
+def test_memory_is_used_again_for_the_next_snapshot() -> None:
+    snapshot = Snapshot(0)
+    snapshot.fill({"x": contents.capture(torch.ones(1000), "x", {})})
+    memory = snapshot.own.data_ptr()
+    snapshot.fill({"x": contents.capture(torch.zeros(1000), "x", {})})
+    assert snapshot.own.data_ptr() == memory
+
+
+def test_a_value_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(UsageError, match=r"the state `x` \(a function\) cannot be copied"):
+        contents.capture(lambda: None, "x", {})
+    with pytest.raises(UsageError, match="`x` cannot be copied: it holds a Linear; give that a name"):
+        contents.capture([torch.nn.Linear(1, 1)], "x", {})
+    with pytest.raises(UsageError, match=r"without dense memory"):
+        contents.capture(torch.eye(3).to_sparse(), "x", {})
