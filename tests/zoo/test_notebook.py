@@ -1,4 +1,5 @@
-"""notebooks/debugging_a_hang.ipynb, executed as a reader would: three hangs explained, stopped, and gone on from."""
+"""notebooks/debugging_a_hang.ipynb and surviving_failures.ipynb, executed as a reader would: three hangs explained and
+gone on from, and a training that survives the loss of a rank."""
 
 from __future__ import annotations
 
@@ -24,3 +25,14 @@ def test_the_notebook_about_a_hang_tells_its_story(tmp_path: Path) -> None:
     assert "Rank 2 waits for a queue at cell 8, line 11" in why[1]
     assert re.search(r"Rank 1 (is late but moves|comes last)", why[2])
     assert shown["18"].split()[0] == "4.0"
+
+
+def test_the_notebook_about_failures_kills_a_rank_and_ends_with_the_curve_of_an_undisturbed_run(tmp_path: Path) -> None:
+    path = ROOT / "notebooks" / "surviving_failures.ipynb"
+    done = meshbook("run", str(path), "--out", str(tmp_path), cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert re.search(r"rank 2 \(pid \d+ on .*\) was killed by SIGKILL while the cell ran", done.out)
+    assert re.search(r"rank 2 is back \(fresh process, .*model, opt, losses", done.out)
+    assert re.search(r"elastic: goes on at step \d+", done.out)
+    assert "120 losses; the two curves differ by at most 0.0e+00" in done.out
+    assert "120 losses are back" in done.out
