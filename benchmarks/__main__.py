@@ -20,7 +20,7 @@ from benchmarks.report import verdict
 
 # Cheapest first.
 SUITE = (
-    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "bulk", "groups",
+    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "heal", "bulk", "groups",
     "probes", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
 
