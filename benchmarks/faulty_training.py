@@ -110,6 +110,9 @@ class Reporter:
         seen = Seen(what, self.rank, step, os.getpid(), time.monotonic(), num_summed, digest)
         self._socket.send(json.dumps(dataclasses.asdict(seen)).encode())
 
+    def close(self) -> None:
+        self._socket.close()
+
 
 @functools.cache
 def reporter_to(path: str, rank: int) -> Reporter:
@@ -194,8 +197,14 @@ def course_of(seen: Sequence[Seen], killed: Sequence[tuple[float, int]], *, last
     """What the reports of all ranks amount to. Pure.
 
     Raises:
-        RuntimeError: the training did not get to its end.
+        RuntimeError: the training did not get to its end, or ranks died that nobody had killed.
     """
+    processes: dict[int, set[int]] = defaultdict(set)
+    for one in seen:
+        processes[one.rank].add(one.pid)
+    kills = Counter(rank for _, rank in killed)
+    if died := [rank for rank, pids in sorted(processes.items()) if len(pids) > 1 + kills[rank]]:
+        raise RuntimeError(f"the processes of ranks {died} ended although nobody killed them")
     ended: dict[int, list[Seen]] = defaultdict(list)
     for one in seen:
         if one.what == "ended":
