@@ -43,6 +43,8 @@ from meshbook.errors import RankLost
 
 LIMIT_S = 2.0
 SEED = 2026
+# Trainings are few: with torchft, on two cores that others use too, a round of them takes three minutes.
+ROUNDS, TRAINING_ROUNDS = 5, 3
 OURS = "mesh.heal()"
 TORCHFT, TORCHFT_SHORT = "torchft, its README's lighthouse", "torchft, a lighthouse of 0.5 s"
 
@@ -73,8 +75,9 @@ Result = TypeVar("Result")
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("heal", f"{RANKS} ranks, one of which is killed")
     chosen = random.Random(SEED)
-    replace_one(report, chosen, folder, rounds=1 if quick else 5)
-    train_on(report, folder, QUICK_STEPS if quick else STEPS, num_kills=1 if quick else 2, rounds=1 if quick else 5)
+    replace_one(report, chosen, folder, rounds=1 if quick else ROUNDS)
+    num_steps, num_kills, rounds = (QUICK_STEPS, 1, 1) if quick else (STEPS, 2, TRAINING_ROUNDS)
+    train_on(report, folder, num_steps, num_kills, rounds)
     return report
 
 
