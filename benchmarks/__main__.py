@@ -20,7 +20,7 @@ from benchmarks.report import verdict
 
 # Cheapest first.
 SUITE = (
-    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "bulk", "groups", "checkpoints",
+    "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "heal", "bulk", "groups", "checkpoints",
     "probes", "elastic", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pyperf
 import pytest
 
+from benchmarks.faulty_training import RANKS, WARM_UP_STEPS, Course, Kill, Reporter, Seen, Watch, course_of, schedule
 from benchmarks.report import Report, figure, verdict
 from benchmarks.workbench import take_turns
 
@@ -104,3 +108,87 @@ def test_turns_are_taken_by_all_with_another_first_in_every_round() -> None:
 @pytest.mark.parametrize(("value", "words"), [(0.1234, "0.12"), (12.34, "12.3"), (1234.5, "1,234"), (-0.5, "-0.50")])
 def test_figures_have_three_digits_that_count(value: float, words: str) -> None:
     assert figure(value) == words
+
+
+# ---- a training during which ranks are killed
+
+
+def by_new_process(rank: int, seen: list[Seen]) -> list[Seen]:
+    """The same reports, this rank's by another process."""
+    return [replace(one, pid=99) if one.rank == rank else one for one in seen]
+
+
+def step_of(step: int, at: float, ranks: tuple[int, ...] = (0, 1, 2, 3), first_pid: int = 10) -> list[Seen]:
+    """Reports of a step that has ended on these ranks, 0.1 s after they were halfway; rank 3 is a little later."""
+    halfway = [Seen("halfway", rank, step, first_pid + rank, at - 0.1) for rank in ranks]
+    ended = [Seen("ended", rank, step, first_pid + rank, at + 0.01 * (rank == 3), len(ranks)) for rank in ranks]
+    return halfway + ended
+
+
+WARMED_UP = [one for step in range(WARM_UP_STEPS) for one in step_of(step, float(step))]
+FIRST = WARM_UP_STEPS  # the first step that counts; the step before it ended at second FIRST - 1
+
+
+def test_a_training_that_waits_for_the_killed_rank_takes_the_step_again_and_leaves_nothing_out() -> None:
+    failed = [Seen("halfway", rank, FIRST, 10 + rank, FIRST - 0.1) for rank in range(RANKS)]
+    back = [
+        Seen(one.what, one.rank, one.step, 99 if one.rank == 1 else one.pid, one.at, 4) for one in step_of(FIRST, 7.0)
+    ]
+    course = course_of([*WARMED_UP, *failed, *back], [(5.0, 1)], last_step=FIRST)
+    assert course == Course(
+        seconds=pytest.approx(7.0 - (FIRST - 1)),
+        survivors_s=(pytest.approx(2.01),),
+        all_s=(pytest.approx(2.01),),
+        num_not_back=0,
+        num_failed=1,
+        num_left_out=0,
+        digests=frozenset({""}),
+    )
+
+
+def test_a_training_that_goes_on_without_the_killed_rank_leaves_its_batches_out() -> None:
+    without = [one for step in (FIRST, FIRST + 1) for one in step_of(step, step + 1.0, ranks=(0, 2, 3))]
+    seen = [*WARMED_UP, *without, *by_new_process(1, step_of(FIRST + 2, 9.0))]
+    course = course_of(seen, [(5.0, 1)], last_step=FIRST + 2)
+    assert (course.survivors_s, course.all_s) == ((pytest.approx(1.01),), (pytest.approx(4.01),))
+    assert (course.num_failed, course.num_left_out, course.num_not_back) == (0, 2, 0)
+    never = course_of([*WARMED_UP, *without], [(5.0, 1)], last_step=FIRST + 1)
+    assert (never.all_s, never.num_not_back) == ((), 1)
+
+
+def test_a_training_whose_other_ranks_died_with_the_killed_one_gives_no_figures() -> None:
+    anew = step_of(FIRST, 7.0, first_pid=20)
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2, 3\] ended although nobody killed them"):
+        course_of([*WARMED_UP, *anew], [(5.0, 1)], last_step=FIRST)
+
+
+def test_a_training_that_did_not_get_to_its_end_gives_no_figures() -> None:
+    with pytest.raises(RuntimeError, match=f"steps {FIRST - 1} and {FIRST} were not both ended"):
+        course_of(WARMED_UP, [], last_step=FIRST)
+
+
+def test_a_schedule_is_its_seeds_and_leaves_each_killed_rank_time_to_be_back() -> None:
+    kills = schedule(5, 200, 3)
+    assert kills == schedule(5, 200, 3) != schedule(6, 200, 3)
+    assert len({kill.rank for kill in kills}) == 3
+    steps = [kill.step for kill in kills]
+    assert all(later - earlier >= 50 for earlier, later in zip(steps, [*steps[1:], WARM_UP_STEPS + 200], strict=True))
+    with pytest.raises(ValueError, match="4 kills of 4 ranks"):
+        schedule(5, 200, 4)
+
+
+def test_the_rank_whose_turn_it_is_is_killed_once_halfway_through_its_step(tmp_path: Path) -> None:
+    source = (
+        "import sys; from benchmarks.faulty_training import Reporter\n"
+        "reporter = Reporter(sys.argv[1], 2)\n"
+        "for step in range(3): reporter.report('halfway', step)\n"
+        "sys.stdin.read()"
+    )
+    with Watch(tmp_path, [Kill(step=1, rank=2)], last_step=1) as watch:
+        with subprocess.Popen([sys.executable, "-c", source, watch.path], cwd=ROOT, stdin=subprocess.PIPE) as process:
+            assert process.wait(60) == -signal.SIGKILL
+        for rank, what, step in ((2, "halfway", 2), (0, "ended", 1)):
+            with closing(Reporter(watch.path, rank)) as reporter:
+                reporter.report(what, step)
+        assert watch.over.wait(60)
+    assert [rank for _, rank in watch.killed] == [2]

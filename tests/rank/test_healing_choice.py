@@ -66,6 +66,12 @@ def test_definitions_and_what_cannot_be_copied_are_kept_where_cells_made_them(ki
     assert choose_sources(held, {}, 1, AXES)["x"].source is None
 
 
+def test_what_cannot_be_compared_is_left_as_replayed_cells_made_it() -> None:
+    held = {rank: {"x": Held("value", "Socket")} for rank in (0, 2, 3)}
+    assert choose_sources(held, {"x": Held("value", "Socket")}, 1, AXES) == {}
+    assert choose_sources(held, {}, 1, AXES)["x"].source is None
+
+
 def test_a_module_whose_buffers_alone_differ_comes_with_those_of_the_source_and_says_so() -> None:
     held = {rank: {"x": Held("state", "DDP", "a", f"buffers {rank}")} for rank in (0, 2, 3)}
     found = choose_sources(held, {}, 1, AXES)["x"]

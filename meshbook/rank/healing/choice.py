@@ -73,6 +73,8 @@ def choose_sources(
             first.kind in ("definition", "opaque") or (first.kind == "plain" and name in rank_dependent)
         ):
             continue
+        if name in own and first.kind == "value" and any(one.digest is None for one in found.values()):
+            continue  # cells have made it here, and whether the others hold the same cannot be known
         if any(one.groups for one in found.values()):
             if name not in own:
                 choices[name] = _choose_groups(found, rank)
