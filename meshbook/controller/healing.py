@@ -19,6 +19,8 @@ def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
     healed: messages.MeshHealed = session.connection.request(command).result()
     session.info = healed.info
+    for hook in session.healed_hooks:
+        hook()
     return Healed.of(healed)
 
 

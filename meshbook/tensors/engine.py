@@ -9,6 +9,7 @@ Its parts: `queue` (what waits to be sent), `templates`, `sender` (batches in fl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -89,6 +90,7 @@ class TensorEngine:
         session.before_call_hooks.append(_weak_callback(self._before_call))
         ranks_exited = _weak_callback(self.sender.ranks_exited)
         session.lost_listeners.append(lambda _: ranks_exited())
+        session.healed_hooks.append(_weak_callback(self._healed))
         session.foreground.in_flight.append(_weak_callback(self.sender.in_flight.calls))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._wakeups), name="meshbook-tensors", daemon=True
@@ -247,6 +249,10 @@ class TensorEngine:
         with self.sender.lock:
             if self.sender.may_reopen:  # no other thread has
                 reopening.reopen(self)
+
+    def _healed(self) -> None:
+        with contextlib.suppress(MeshbookError):  # raised by the next operation
+            self.reopen()
 
     def forget_modes(self) -> None:
         """Have the modes sent again: it is not known which the ranks have."""

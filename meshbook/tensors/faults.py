@@ -16,7 +16,7 @@ from meshbook.tensors.call_sites import CallSite, format_call_site
 from meshbook.wire import messages
 
 # The error by which a rank reports what it, a new process, does not have.
-MISSING = "RankLost"
+MISSING = "PartLost"
 # Faults whose call sites are stored.
 _MAX_FAULTS = 1000
 

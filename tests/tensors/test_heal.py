@@ -188,8 +188,8 @@ MOMENTS = {
     "forward": ("aten::addmm", 3),
     "backward": ("aten::threshold_backward", 2),
     "before the step": ("meshbook::begin_step", 2),
-    "in the first step": ("aten::_foreach_lerp_", 1),
-    "in the step": ("aten::_foreach_addcdiv_", 3),
+    "in the first step": ("aten::lerp_", 1),
+    "in the step": ("aten::addcdiv_", 7),
     "end of the step": ("meshbook::end_step", 3),
 }
 

@@ -88,6 +88,11 @@ def rebuild_modules(
 
 
 def _describe(store: TensorStore) -> StoreHeld:
+    for id, value in store.values.items():
+        try:
+            wait_local_tensor(value.old_value if isinstance(value, Poison) else value)
+        except Exception as error:  # the loss broke the collective that was computing it
+            store.values[id] = Poison.of_error(store.op_number, error, secondary=True)
     held = {id: _describe_value(value) for id, value in store.values.items()}
     return StoreHeld(held, store.num_batches, store.num_heals)
 

@@ -40,7 +40,7 @@ ON_CLIENT_DROPPED: list[Callable[[str], None]] = []
 GENERATED_CODE: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
 # Errors of a rank without a fault of its own, released from a collective because another rank failed.
-_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused")
+_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused", "RankLost")
 
 _issued_decoder = msgspec.msgpack.Decoder(BatchCallSites)
 _ops_decoder: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])

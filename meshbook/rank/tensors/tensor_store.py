@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # The error of what a new process of a rank lacks; the controller raises a RankLost for it.
-MISSING = "RankLost"
+MISSING = "PartLost"
 
 
 @dataclass(frozen=True)
