@@ -4,9 +4,7 @@ have not says so at the line that uses it. Training is compared with plain torch
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.controller.test_heal import kill
+from tests.controller.test_run import when
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +229,175 @@ def test_training_goes_on_after_a_loss_at_any_moment(duo: Mesh, moment: str, cut
     check_equal(training, expected)
     if not cut:
         assert all(map(torch.equal, expected, plain().parameters()))
+
+
+def test_a_loss_that_nobody_waited_for_is_raised_once_and_leaves_out_what_was_under_way(duo: Mesh) -> None:
+    x = meshbook.distribute(torch.zeros(3), duo)
+    x.add_(1)
+    assert x.sum().item() == 3
+    duo.run(DIE_AT.format(name="aten::mul_", count=1), ranks=1, echo=False)
+    x.mul_(5)
+    x.engine.flush()
+    when(lambda: duo.session.lost == (1,))
+    duo.heal()
+    with pytest.raises(RankLost, match="operations on tensors were under way .* run the step again"):
+        x.add_(1)
+    counts = {x.local(rank)[0].item() for rank in (0, 1)}
+    assert counts <= {1.0, 5.0} and len(counts) == 1
+    x.add_(1)
+    equal_on_all_ranks(x, torch.full((3,), counts.pop() + 1))
+
+
+def test_tensors_of_each_ranks_own_say_so_and_can_be_made_whole(duo: Mesh) -> None:
+    with duo.activate():
+        own = torch.ones(2, 2)
+    assert own.reduce("dp", "sum").sum().item() == 8
+    kill(duo, 1)
+    assert re.search(r"not on rank 1: .*remote tensors? \(each rank has its own\)", str(duo.heal()))
+    with pytest.raises(RankLost, match=r"\(2, 2\), each rank's own.* rank 1 held was lost"):
+        own + 1
+    own.fill_(3)
+    assert own.reduce("dp", "sum").sum().item() == 24
+
+
+def test_a_name_of_a_cell_is_looked_up_again(duo: Mesh) -> None:
+    duo.run("w = torch.ones(2)", echo=False)
+    w = duo["w"]
+    assert w.reduce("dp", "sum").sum().item() == 4
+    kill(duo, 1)
+    duo.heal()
+    with pytest.raises(RankLost):
+        w.add_(1)
+    duo["w"].add_(1)
+    assert dict(duo.run("w.tolist()", echo=False).values) == {0: [2, 2], 1: [2, 2]}
+
+
+def test_without_sharing_all_tensors_are_refused_and_new_ones_compute(duo: Mesh) -> None:
+    x = meshbook.distribute(torch.ones(2), duo)
+    assert x.sum().item() == 2
+    kill(duo, 1)
+    duo.heal(share=False)
+    for _ in range(2):
+        with pytest.raises(RankLost, match="rank 1 has a new process since this tensor was made"):
+            x + 1
+    assert (meshbook.distribute(torch.ones(2), duo) + 1).sum().item() == 4
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_part_that_another_rank_has_too_is_taken_from_it(square: Mesh, victim: int) -> None:
+    full = torch.arange(24.0).reshape(4, 6)
+    by_dp = meshbook.distribute(full, square, [Shard(0), Replicate()])
+    by_tp = meshbook.distribute(full, square, [Replicate(), Shard(1)])
+    by_both = meshbook.distribute(full, square, [Shard(0), Shard(1)])
+    whole = meshbook.distribute(full, square)
+    product = by_dp @ by_tp.t()  # a sum over nothing: both operands are gathered
+    assert torch.equal(product.full_tensor(), full @ full.t())
+    before = {
+        name: dict(zip(range(4), map(t.local, range(4)), strict=True)) for name, t in (("dp", by_dp), ("tp", by_tp))
+    }
+    kill(square, victim)
+    text = str(square.heal())
+    assert "the same part, cut over tp" in text
+    assert "cut over dp, tp; no other rank has this part" in text
+    for name, tensor in (("dp", by_dp), ("tp", by_tp)):
+        for rank in range(4):
+            assert torch.equal(tensor.local(rank), before[name][rank])
+    assert torch.equal((by_dp + whole).full_tensor(), full * 2)
+    with pytest.raises(
+        RankLost, match=rf"\(4, 6\), S\(0\) over dp, S\(1\) over tp\): the part that rank {victim} held"
+    ):
+        by_both.sum()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "replicate"])
+@pytest.mark.parametrize("given", ["factory", "module"])
+def test_a_module_on_the_ranks_trains_on(duo: Mesh, strategy: str, given: str) -> None:
+    def train(mesh: Mesh, disturb: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = meshbook.distribute(network if given == "factory" else network(), mesh, strategy=strategy)
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(batches()):
+            if disturb and number == 3:
+                opt.zero_grad()
+                next(iter(model.parameters())).sum().item()
+                kill(mesh, 1)
+                mesh.heal()
+            opt.zero_grad()
+            torch.nn.functional.mse_loss(model(meshbook.distribute(x, mesh, sharding_spec=["dp", None])), y).backward()
+            opt.step()
+        for parameter in model.parameters():
+            assert torch.equal(parameter.local(0), parameter.local(1))
+        return [parameter.full_tensor() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, train(duo, True), train(duo, False)))
+
+
+def test_a_module_cut_over_the_ranks_names_its_parameter_and_is_whole_after_loading(duo: Mesh) -> None:
+    torch.manual_seed(1)
+    model = meshbook.distribute(network, duo, strategy="fsdp")
+    saved = model.state_dict(full=True)
+    x = meshbook.distribute(torch.ones(2, 3), duo)
+    expected = model(x).full_tensor()
+    kill(duo, 1)
+    duo.heal()
+    with pytest.raises(RankLost, match=r"0\.weight \(\(4, 3\), S\(0\) over dp\): the part that rank 1 held was lost"):
+        model(x)
+    model.load_state_dict(saved)
+    assert torch.equal(model(x).full_tensor(), expected)
+
+
+@pytest.mark.parametrize("moment", ["idle", "in a step"])
+def test_a_recorded_step_trains_on(duo: Mesh, moment: str) -> None:
+    training = on_mesh(duo, cut=True)
+
+    @meshbook.record
+    def step(model: Any, x: Any, y: Any) -> Any:
+        training.opt.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        training.opt.step()
+        return loss.detach()
+
+    if moment == "in a step":
+        duo.run(DIE_AT.format(name="meshbook::replay", count=2), ranks=1, echo=False)
+    while training.num_taken < 2 * STEPS:
+        number = training.num_taken % STEPS
+        try:
+            step(training.model, *training.batches[number]).item()
+        except RankLost:
+            duo.heal()
+        if moment == "idle" and training.num_taken == STEPS:
+            kill(duo, 1)
+            duo.heal()
+    assert step.stats().replayed >= STEPS
+    undisturbed = on_mesh(duo, cut=True)
+    for number in range(2 * STEPS):
+        undisturbed.step(number % STEPS)
+    check_equal(training, undisturbed.parameters())
+
+
+def test_a_second_client_and_a_part_of_the_mesh_go_on_too(square: Mesh) -> None:
+    part, rest = square.slice(tp=1), square.slice(tp=0)
+    x, other = meshbook.distribute(torch.ones(2), part), meshbook.distribute(torch.ones(2), rest)
+    with meshbook.attach(square.name) as again:
+        theirs = meshbook.distribute(torch.ones(2), again)
+        assert ((x + 1).sum().item(), (other + 1).sum().item(), (theirs + 1).sum().item()) == (4, 4, 4)
+        kill(square, 1)
+        square.heal()
+        when(lambda: not again.session.lost)
+        for tensor in (x, other, theirs):
+            equal_on_all_ranks(tensor * 3, torch.full((2,), 3.0))
+
+
+def test_a_backward_whose_forward_was_before_the_loss_says_so(duo: Mesh) -> None:
+    model = meshbook.distribute(network, duo, strategy="ddp")
+    x = meshbook.distribute(torch.ones(2, 3), duo)
+    model(x).sum().backward()  # learns which gradients there are
+    loss = model(x).sum()
+    loss.item()
+    kill(duo, 1)
+    duo.heal()
+    with pytest.raises(RankLost, match="run the forward again"):
+        loss.backward()
+    model(x).sum().backward()
+    assert torch.isfinite(next(iter(model.parameters())).grad.sum()).item()
