@@ -150,7 +150,7 @@ class FaultGuard:
     # ---- after a fault or an interrupt
 
     def lost(self, steps: Iterable[UndoableStep], missing: Mapping[int, str]) -> None:
-        """Record what the loss of a rank has left: steps that may not be taken, and tensors without a part, in words."""
+        """Record what a loss has left: steps that may not have been taken, and tensors without a part, in words."""
         with self._lock:
             self._unconfirmed_steps.update((step.serial, step) for step in steps)
             self._table.missing.update(missing)

@@ -240,10 +240,10 @@ def test_a_loss_that_nobody_waited_for_is_raised_once_and_leaves_out_what_was_un
     x.engine.flush()
     when(lambda: duo.session.lost == (1,))
     duo.heal()
-    with pytest.raises(RankLost, match="operations on tensors were under way .* run the step again"):
+    with pytest.raises(RankLost, match=r"operations on tensors were under way .* run the step again"):
         x.add_(1)
     counts = {x.local(rank)[0].item() for rank in (0, 1)}
-    assert counts <= {1.0, 5.0} and len(counts) == 1
+    assert counts in ({1.0}, {5.0})
     x.add_(1)
     equal_on_all_ranks(x, torch.full((3,), counts.pop() + 1))
 

@@ -1,9 +1,9 @@
 """From which rank a rank takes each remote tensor after others were replaced: from one that holds the same part of it.
 
-Pure: descriptions of stores in, choices out. Two ranks hold the same part of a tensor if they are at the same place along
-every axis over which it is not replicated. A new rank needs everything. An old one needs what it was stopped before
-computing or changing, where another one that holds the same part was not: so that replicas are equal afterwards, and
-come from one rank, which has taken the last step or has not.
+Pure: descriptions of stores in, choices out. Two ranks hold the same part of a tensor if they are at the same place
+along every axis over which it is not replicated. A new rank needs everything. An old one needs what it was stopped
+before computing or changing, where another one that holds the same part was not: so that replicas are equal afterwards,
+and come from one rank, which has taken the last step or has not.
 """
 
 from __future__ import annotations
@@ -101,15 +101,18 @@ def choose_tensors(
             same = [other for other in tensors if all(points[other][dim] == points[rank][dim] for dim in cut)]
             if rank in new_ranks:
                 choices[rank][id] = _choose_for_new(stores, id, same, having, tensors)
-            elif id in stores[rank].held and same and same[0] != rank:
-                own, best = stores[rank].held[id], stores[same[0]].held[id]
-                is_other = own.state != best.state and (own.is_transient or best.is_transient)
-                if is_other and own.kind in ("tensor", "lost") and not own.is_view:
-                    choices[rank][id] = TensorChoice(same[0])
+            elif id in stores[rank].held and same and _is_behind(stores[rank].held[id], stores[same[0]].held[id]):
+                choices[rank][id] = TensorChoice(same[0])
     for rank in new_ranks:
         if rank in choices:
             _separate_sources(choices[rank], stores, order)
     return choices
+
+
+def _is_behind(own: TensorHeld, best: TensorHeld) -> bool:
+    """Whether a stop has left a rank with another state of a tensor than the one that it is to be taken from."""
+    is_other = own.state != best.state and (own.is_transient or best.is_transient)
+    return is_other and own.kind in ("tensor", "lost") and not own.is_view
 
 
 def _choose_for_new(

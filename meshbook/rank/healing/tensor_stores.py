@@ -142,7 +142,7 @@ def _can_be_sent(local: torch.Tensor) -> bool:
 
 @dataclass
 class SharedTensors:
-    """What came of it on this rank, a new one: how many tensors, by the axes that cut them and the rank, or by reason."""
+    """What came of it on a new rank: how many tensors, by the axes that cut them and the rank, or by the reason."""
 
     restored: Counter[tuple[str, int]] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)

@@ -57,7 +57,7 @@ class Poison:
         return cls(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:], secondary=secondary)
 
     def after_loss(self) -> Poison:
-        """Return this poison of an interrupt as one that may have come from the loss of a rank, which stops the others."""
+        """Return this poison of an interrupt in other words: the loss of a rank interrupts the others too."""
         return replace(self, evalue="stopped before it ran, by the user or because a rank was lost")
 
     @classmethod
