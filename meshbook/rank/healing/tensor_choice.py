@@ -45,11 +45,16 @@ class TensorHeld(Struct, frozen=True, gc=False, array_like=True):
 
 
 class StoreHeld(Struct, frozen=True, gc=False):
-    """One engine's tensors on a rank."""
+    """One engine's tensors on a rank.
+
+    Attributes:
+        completed: the latest optimizer steps that it has taken.
+    """
 
     held: dict[int, TensorHeld]
     num_batches: int
     num_heals: int
+    completed: tuple[int, ...] = ()
 
 
 class TensorChoice(Struct, frozen=True, gc=False):

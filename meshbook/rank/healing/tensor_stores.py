@@ -94,7 +94,7 @@ def _describe(store: TensorStore) -> StoreHeld:
         except Exception as error:  # the loss broke the collective that was computing it
             store.values[id] = Poison.of_error(store.op_number, error, secondary=True)
     held = {id: _describe_value(value) for id, value in store.values.items()}
-    return StoreHeld(held, store.num_batches, store.num_heals)
+    return StoreHeld(held, store.num_batches, store.num_heals, tuple(store.step_tracker.completed))
 
 
 def _describe_value(value: Any) -> TensorHeld:
@@ -176,7 +176,7 @@ def share_tensors(
         if rank in points:
             store = objects.tensors.store_of(name)
             _exchange_tensors(store, rank, new_ranks, stores, choices, shared)
-            _finish(store, 1 + max(held.num_heals for held in stores.values()))
+            _finish(store, 1 + max(held.num_heals for held in stores.values()), stores[rank_by_damage(stores)[0]])
     return shared
 
 
@@ -209,9 +209,7 @@ def _exchange_tensors(
             if rank == source:
                 bundle = _Bundle(store)
                 entries = [bundle.entry(id, choice) for id, choice in chosen.items()]
-                head = _Head(
-                    list(store.template_bodies.values()), list(store.step_tracker.completed), store.num_batches
-                )
+                head = _Head(list(store.template_bodies.values()), store.num_batches)
                 pickled = pickle.dumps((entries, bundle.storages, head if source == main else None))
                 transfer.send(Payload(pickled, tuple(map(InlineBuffer, bundle.contents))), {}, taker)
             elif rank == taker:
@@ -232,13 +230,11 @@ class _Head:
     """What a store has beside its tensors."""
 
     templates: list[bytes]
-    completed: list[int]
     num_batches: int
 
     def apply(self, store: TensorStore) -> None:
         for body in self.templates:
             store.add_template(body)
-        store.step_tracker.completed.extend(self.completed)
         store.num_batches = self.num_batches
 
 
@@ -423,9 +419,15 @@ def _count(
             shared.missing[choice.missing or "its module could not be built"] += 1
 
 
-def _finish(store: TensorStore, num_heals: int) -> None:
-    """Have batches refused whose controller does not know yet what has been replaced, and forget how they ended."""
+def _finish(store: TensorStore, num_heals: int, main: StoreHeld) -> None:
+    """Have batches refused whose controller does not know yet what has been replaced, and forget how they ended.
+
+    Args:
+        main: of the rank from which replicas were taken: all have taken the steps that it has.
+    """
     store.num_heals = num_heals
+    store.step_tracker.completed.clear()
+    store.step_tracker.completed.extend(main.completed)
     store.may_have_poison, store.is_batch_expected, store.step_refusal = True, False, None
     if store.pending_error is not None and store.pending_error.is_transient:
         store.pending_error = None
