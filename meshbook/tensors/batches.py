@@ -57,7 +57,7 @@ class Batch:
     templates: list[bytes]
     freed: list[int]
     steps: list[UndoableStep]
-    does_work: bool
+    does_work: bool = True
     future: Future[Any] | None = None
 
 

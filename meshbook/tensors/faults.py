@@ -221,8 +221,8 @@ def error_of_missing(fault: Fault, text: str, name: str, ranks: Sequence[int]) -
     else:
         message = (
             f"{what}: the part that {name_ranks(lost)} held was lost with the process, and no other rank has it. "
-            "Load it from a checkpoint (load_state_dict, or x.copy_(...): what overwrites all of it makes it whole), or "
-            "make it anew; other tensors live on"
+            "Load it from a checkpoint (load_state_dict, or x.copy_(...): what overwrites all of it makes it whole), "
+            "or make it anew; other tensors live on"
         )
     return RankLost(message, ranks=lost, survivors=tuple(rank for rank in ranks if rank not in lost))
 
