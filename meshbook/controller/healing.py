@@ -27,6 +27,8 @@ def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed
         session.interrupt(tuple(rank.rank for rank in session.info.ranks))
         healed = future.result(_STOP_TIMEOUT_S)
     session.info = healed.info
+    for hook in session.healed_hooks:
+        hook()
     return Healed.of(healed)
 
 

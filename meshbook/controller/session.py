@@ -40,6 +40,7 @@ class Session:
         transfer: values between this process and the ranks.
         lost_listeners: called with the ranks that exited, on the listener thread.
         before_call_hooks: called before a command for the ranks' main threads, to send what must precede it.
+        healed_hooks: called after ranks were replaced from here, to use the new ones.
         extras: state of layers above for the session's lifetime, by name.
     """
 
@@ -54,6 +55,7 @@ class Session:
         self.transfer = ValueTransfer(self._persistent_id)
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
         self.before_call_hooks: list[Callable[[], object]] = []
+        self.healed_hooks: list[Callable[[], object]] = []
         self.extras: dict[str, Any] = {}
         self._ended_event = threading.Event()
         self._last_cell_number = self.info.cells_run

@@ -234,7 +234,8 @@ class Executor:
 
         groups = self._groups.process_groups
         assert groups is not None  # ranks without groups are not asked
-        share = lambda: share_state(command, self._rank, self._shell.user_ns, self._shell.user_names(), groups)  # noqa: E731
+        names, objects, solo = self._shell.user_names(), self._objects, self._groups.solo
+        share = lambda: share_state(command, self._rank, self._shell.user_ns, names, groups, objects, solo)  # noqa: E731
         shared = self._runner.call(share)
         if shared.status != "ok":
             return Outcome(status=shared.status, error=shared.error)

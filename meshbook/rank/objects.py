@@ -78,6 +78,11 @@ class RankObjects:
         return self._tensors
 
     @property
+    def has_tensors(self) -> bool:
+        """Whether a client has remote tensors on this rank."""
+        return self._tensors is not None
+
+    @property
     def current_operation(self) -> CurrentOp | None:
         """The running operation on remote tensors (`rank.tensors.engine.CurrentOp`); None if none runs."""
         return None if self._tensors is None else self._tensors.current_op()

@@ -63,14 +63,15 @@ class Healing:
             text = f"{name_ranks(gone)} ran on host {host}, which {self.lost_hosts[host]}; a new mesh is %mesh restart"
             return _refuse(client, command, text)
         busy = self._scheduler.busy_cells()
-        running = [call for call in busy if not call.lost and call.client]
+        exited = self._ranks.exited.keys()
+        running = [call for call in busy if call.client and not call.lost and exited.isdisjoint(call.ranks)]
         if running:
             text = (
                 f"{running[0].label} runs on {name_ranks(running[0].remaining_ranks(self._ranks.exited))}; wait for "
                 "it, or press Stop (%mesh interrupt), then heal"
             )
             return _refuse(client, command, text)
-        if busy:  # they end by themselves, within two seconds
+        if busy:  # they end by themselves: those of before the loss within two seconds, tensor operations after it too
             self._waiting = client, command
             return []
         return self._start(client, command, now)

@@ -46,6 +46,7 @@ class Batch:
         ordinal: its index among all batches.
         freed: ids that it frees.
         steps: optimizer steps that end in it.
+        does_work: whether it makes or changes a tensor.
         future: None: not sent yet.
     """
 
@@ -56,6 +57,7 @@ class Batch:
     templates: list[bytes]
     freed: list[int]
     steps: list[UndoableStep]
+    does_work: bool = True
     future: Future[Any] | None = None
 
 
@@ -111,6 +113,9 @@ class BatchSender:
 
     Attributes:
         error: why nothing can be sent any more; None: it can.
+        lost: batches that lost ranks have not confirmed, in order.
+        is_closed_for_good: ranks are new, and were not given what those before them held.
+        num_heals: how often ranks were replaced, and those of before were given what others hold; see `reopening`.
         lock: held while a batch is sent; what must come into one batch is queued under it.
         num_ops, num_batches: how many have been sent.
     """
@@ -123,10 +128,12 @@ class BatchSender:
         queue: OpQueue,
         wake: Callable[[], None],
         batch_ended: Callable[[Batch, Sequence[messages.OutcomeGroup], bool], None],
+        reopen: Callable[[], None],
     ) -> None:
         """Make a sender that has sent nothing.
 
         Args:
+            reopen: called before the error of lost ranks is raised, once these are replaced.
             wake: called when operations that were held back may be sent.
             batch_ended: called by the connection's thread with each batch that ranks have ended, their outcomes, and
                 whether it was interrupted.
@@ -138,8 +145,15 @@ class BatchSender:
         self.lock = threading.RLock()
         self.num_ops = self.num_batches = 0
         self._engine_name, self._queue = engine_name, queue
-        self._wake, self._batch_ended = wake, batch_ended
+        self._wake, self._batch_ended, self._reopen = wake, batch_ended, reopen
         self._incarnations = incarnations(session, self.ranks)
+        self.lost: list[Batch] = []
+        self.is_closed_for_good = False
+        self.num_heals = 0
+        self.background: threading.Thread | None = None  # nobody sees an error that is raised there
+        self._lasting_error: MeshbookError | None = None  # one that no healing ends
+        self._error_once: MeshbookError | None = None
+        self._is_loss_reported = False  # to the user
         self._next_op_number = 1
         self._must_drain = False  # process groups broke: form them again once all batches have ended
 
@@ -147,8 +161,67 @@ class BatchSender:
 
     def fail(self, error: MeshbookError) -> None:
         """Send nothing any more; the next operation raises this error."""
+        if not isinstance(error, RankLost):
+            self._lasting_error = self._lasting_error or error
         if self.error is None or isinstance(error, RankLost):
             self.error = error
+
+    def ranks_exited(self) -> None:
+        """Send nothing more to ranks of which some have exited: what comes after cannot mean what it was to mean."""
+        if lost := self._lost_ranks():
+            self.fail(_error_from_lost(lost, self.session.living(self.ranks)))
+
+    def _lost_ranks(self) -> list[messages.RankInfo]:
+        return [rank for rank in self.session.info.ranks if rank.state == "dead" and rank.rank in self.ranks]
+
+    @property
+    def may_reopen(self) -> bool:
+        """Whether all lost ranks have new processes, which may have been given what the others hold."""
+        is_closed = isinstance(self.error, RankLost) or (self.error is None and self.has_new_ranks)
+        return is_closed and self.session.ended is None and not self._lost_ranks() and self.has_new_ranks
+
+    def reopened(self, num_heals: int) -> None:
+        """Send again: the ranks are as their healing has left them."""
+        self.num_heals, self._incarnations = num_heals, incarnations(self.session, self.ranks)
+        self.error, self._must_drain = self._lasting_error, False
+
+    def close_for_good(self) -> None:
+        """Raise from now on that ranks are new, and hold nothing of before."""
+        self.fail(_error_from_replaced(self.session, self.ranks, self._incarnations))
+        self.is_closed_for_good, self._lasting_error = True, self.error
+        self._incarnations = incarnations(self.session, self.ranks)
+
+    def fail_once(self, error: RankLost) -> None:
+        """Raise this error once, where the user can see it, unless another one stands."""
+        if self.error is None:
+            self.error = self._error_once = error
+
+    def raise_error(self) -> None:
+        """Raise the error that keeps anything from being sent; with new ranks, use them first if that can be done.
+
+        Raises:
+            RankLost, NotAttached: nothing can be sent, or what was under way when a rank was lost: that once.
+        """
+        if self.may_reopen and threading.current_thread() is not self.background:
+            self._reopen()
+        error = self.error
+        if error is None:
+            return
+        if threading.current_thread() is not self.background:
+            self._is_loss_reported = True
+            if error is self._error_once:
+                self.error = self._error_once = None
+                self._is_loss_reported = False
+        raise error.with_traceback(None)
+
+    def mark_loss_reported(self) -> None:
+        """Note that the user has seen the last loss."""
+        self._is_loss_reported = True
+
+    def take_report(self) -> bool:
+        """Return whether the user has seen the last loss; the next one is another."""
+        is_reported, self._is_loss_reported = self._is_loss_reported, False
+        return is_reported
 
     @property
     def has_new_ranks(self) -> bool:
@@ -161,17 +234,11 @@ class BatchSender:
         Raises:
             RankLost, NotAttached: they cannot.
         """
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        if self.session.ended is not None:
+        if self.session.ended is not None and self.error is None:
             self.session.check_attached()
-        lost = [rank for rank in self.session.info.ranks if rank.state == "dead" and rank.rank in self.ranks]
-        if lost:
-            self.error = _error_from_lost(lost, self.session.living(self.ranks))
-            raise self.error
-        if self.has_new_ranks:
-            self.error = _error_from_replaced(self.session, self.ranks, self._incarnations)
-            raise self.error
+        if self.error is None:
+            self.ranks_exited()
+        self.raise_error()
 
     def wait_for_room(self, limit: int = MAX_IN_FLIGHT) -> None:
         """Wait until fewer than `limit` batches are in flight.
@@ -211,6 +278,37 @@ class BatchSender:
             self.in_flight.wait_until_recorded(call)
 
     # ---- sending
+
+    def ask(self, **options: Any) -> list[messages.OutcomeGroup]:
+        """Send a command that is none of the batches in order, and return its outcomes. Blocks; interruptible.
+
+        Raises:
+            RankLost, CellInterrupted: as for a cell.
+        """
+        command = messages.RunOps(
+            call=self.session.connection.next_call_id(), ranks=self.ranks, engine=self._engine_name, **options
+        )
+        future = self.session.connection.request(command)
+        finished = self.session.foreground.wait(command, future, on_output=Console(self.ranks, echo=True))
+        error = error_from(finished, "an operation on tensors")
+        if error is not None:
+            if isinstance(error, RankLost):
+                self.fail(error)
+                self.mark_loss_reported()
+            raise render_error(error)
+        return list(finished.outcomes)
+
+    def cancel_pending(self) -> None:
+        """Take what is pending out of the queue, as a batch that is lost."""
+        taken = self._queue.take()
+        if taken is None:
+            return
+        batch = self._make_batch(taken, None)
+        self._next_op_number += len(taken.ops)
+        self.num_batches += 1
+        self.lost.append(batch)
+        for _, acknowledged in taken.feeds:
+            acknowledged.set_exception(self.error or RankLost("a rank was lost before these rows were sent"))
 
     def send(self, fetch: messages.Fetch | None = None, **handlers: Any) -> tuple[messages.RunOps, Future[Any]] | None:
         """Send everything pending, and a request; None: there is nothing. After an exception, it is pending again."""
@@ -252,9 +350,14 @@ class BatchSender:
             fetch=fetch,
             evicted_templates=tuple(taken.evicted),
             call_sites=encode_call_sites(call_sites if fetch is None else [*call_sites, capture_call_site()]),
+            ordinal=self.num_batches,
+            num_heals=self.num_heals,
         )
         freed = [id for numbers in ops if not numbers[0] for id in numbers[2:]]
-        return Batch(command, self.num_batches, self._next_op_number, call_sites, taken.templates, freed, taken.steps)
+        does_work = bool(taken.uploads or taken.feeds) or any(numbers[0] > 0 for numbers in ops)
+        return Batch(
+            command, self.num_batches, self._next_op_number, call_sites, taken.templates, freed, taken.steps, does_work
+        )
 
     def _acknowledged(self, call: str, done: Future[Any]) -> None:
         """Record that a batch has ended on every rank. Called by the connection's thread."""
@@ -265,6 +368,7 @@ class BatchSender:
             finished: messages.CallFinished = done.result()
         except MeshbookError as error:
             self.fail(error)
+            self.lost.append(batch)
         else:
             self._take_result(batch, finished)
         self.in_flight.remove(call)
@@ -274,9 +378,11 @@ class BatchSender:
 
     def _take_result(self, batch: Batch, finished: messages.CallFinished) -> None:
         error = error_from(finished, "an operation on tensors")
+        if error is None and any((part.outcome.reply or {}).get("stale") for part in finished.outcomes):
+            error = _error_from_replaced(self.session, self.ranks, self._incarnations)
         if isinstance(error, RankLost):
             self.fail(render_error(error))
-            return
+            self.lost.append(batch)
         if error is not None:  # interrupted, perhaps before it began: send its templates and frees again
             self._queue.restore(batch.templates, batch.freed)
         if any(part.outcome.groups_broken for part in finished.outcomes):
@@ -293,8 +399,8 @@ def _error_from_lost(lost: Sequence[Any], survivors: Any) -> RankLost:
     )
     more = f", and {len(lost) - _MAX_LOST_SHOWN} more ended" if len(lost) > _MAX_LOST_SHOWN else ""
     return RankLost(
-        f"{exits}{more}. With {'it' if len(lost) == 1 else 'them'} a part of every tensor of this mesh is "
-        "gone: %mesh heal, then make them anew, from a checkpoint or from what the program has",
+        f"{exits}{more}. %mesh heal gives {'it a new process' if len(lost) == 1 else 'them new processes'} "
+        "and the tensors that other ranks have a copy of, and says of which a part is gone",
         ranks=[rank.rank for rank in lost],
         survivors=survivors,
     )

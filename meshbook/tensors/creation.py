@@ -36,7 +36,9 @@ def engine_of(mesh: Mesh) -> TensorEngine:
     with _engines_lock:
         engines = session.extras.setdefault("tensors", {})
         engine: TensorEngine | None = engines.get(axes)
-        if engine is None or (engine.sender.has_new_ranks and not session.lost):
+        if engine is not None and engine.sender.may_reopen:
+            engine.reopen()
+        if engine is None or (engine.sender.is_closed_for_good and not session.lost):
             _check_slice(mesh)
             engine = engines[axes] = TensorEngine(session, axes)
     return engine

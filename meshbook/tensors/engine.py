@@ -9,6 +9,7 @@ Its parts: `queue` (what waits to be sent), `templates`, `sender` (batches in fl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -32,6 +33,7 @@ from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.modes import Modes
 from meshbook.rank.tensors.modes import non_default_modes as modes_now
+from meshbook.tensors import reopening
 from meshbook.tensors.batches import BATCH_SIZES, Batch, BatchSender
 from meshbook.tensors.call_sites import CallSite, capture_call_site
 from meshbook.tensors.fault_guard import FaultGuard
@@ -77,7 +79,8 @@ class TensorEngine:
         self.planner = Planner(axes, self, self.specs)
         self.queue = OpQueue(self._wake, BATCH_SIZES[0])
         self.templates = TemplateCache(self.queue)
-        self.sender = BatchSender(session, axes, self.name, self.queue, self._wake, self._batch_ended)
+        reopen_self = _weak_callback(self.reopen)
+        self.sender = BatchSender(session, axes, self.name, self.queue, self._wake, self._batch_ended, reopen_self)
         self.faults = FaultGuard(self.queue, self.templates, self.sender, self.fetch, self._after_resync)
         self.next_id = itertools.count(1).__next__
         self.free_id = self.queue.freed_ids.append
@@ -85,10 +88,14 @@ class TensorEngine:
         self._sent_modes: Modes | None = ()  # last sent to the ranks; None: unknown
         self._sent_deterministic = False  # deterministic algorithms, as last sent
         session.before_call_hooks.append(_weak_callback(self._before_call))
+        ranks_exited = _weak_callback(self.sender.ranks_exited)
+        session.lost_listeners.append(lambda _: ranks_exited())
+        session.healed_hooks.append(_weak_callback(self._healed))
         session.foreground.in_flight.append(_weak_callback(self.sender.in_flight.calls))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._wakeups), name="meshbook-tensors", daemon=True
         )
+        self.sender.background = thread
         thread.start()
 
     @property
@@ -105,7 +112,7 @@ class TensorEngine:
             RankLost, NotAttached: the operation can no longer run.
         """
         if self.sender.error is not None:
-            raise self.sender.error.with_traceback(None)
+            self.sender.raise_error()
         if self.faults.is_alert:
             self.faults.check_operands(numbers)
         ops = self.queue
@@ -141,6 +148,8 @@ class TensorEngine:
         Args:
             placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
         """
+        if self.sender.error is not None:
+            self.sender.raise_error()
         handle = self.new_handle()
         payload = self.session.transfer.dump((tensor.detach(), placements), self.ranks)
         with self.sender.lock:
@@ -235,6 +244,20 @@ class TensorEngine:
             self._sent_modes = None
         self.faults.take_result(batch, parts, was_interrupted=was_interrupted)
 
+    def reopen(self) -> None:
+        """Use the ranks again, if some of them were replaced and given what others hold; see `reopening`. Blocks."""
+        with self.sender.lock:
+            if self.sender.may_reopen:  # no other thread has
+                reopening.reopen(self)
+
+    def _healed(self) -> None:
+        with contextlib.suppress(MeshbookError):  # raised by the next operation
+            self.reopen()
+
+    def forget_modes(self) -> None:
+        """Have the modes sent again: it is not known which the ranks have."""
+        self._sent_modes = None
+
     def _after_resync(self) -> None:
         for callback in FAULT_CALLBACKS:
             callback(self)
@@ -272,6 +295,7 @@ class TensorEngine:
         if error is not None:
             if isinstance(error, RankLost):
                 self.sender.fail(error)
+                self.sender.mark_loss_reported()
             raise render_error(error)
         answers: dict[int, dict[str, Any]] = {}
         reports: list[tuple[int, dict[str, Any]]] = []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import OperationFailed
+from meshbook.errors import OperationFailed, RankLost
 from meshbook.tensors.batches import Batch, BatchSender
-from meshbook.tensors.faults import Fault, FaultTable, TensorFault, error_from_collectives
+from meshbook.tensors.faults import MISSING, Fault, FaultTable, TensorFault, error_from_collectives, error_of_missing
 from meshbook.tensors.op_queue import OpQueue, UndoableStep
 from meshbook.tensors.template_cache import TemplateCache
 from meshbook.wire import messages
@@ -27,6 +27,7 @@ class FaultGuard:
 
     Attributes:
         is_alert: whether operations must be checked before they are issued.
+        names: of parameters, by id.
         after_resync: called on the user's thread once `resync` has determined what a fault left.
     """
 
@@ -39,6 +40,7 @@ class FaultGuard:
         after_resync: Callable[[], None],
     ) -> None:
         self.is_alert = False
+        self.names: dict[int, str] = {}
         self._queue, self._templates, self._sender = queue, templates, sender
         self._fetch, self._after_resync = fetch, after_resync
         self._table = FaultTable(sender.ranks)
@@ -78,10 +80,12 @@ class FaultGuard:
     def _register(self, batch: Batch, ranks: Iterable[int], report: dict[str, Any]) -> Fault:
         return self._table.register(report, ranks, batch.first_op, batch.call_sites)
 
-    def error_from_reports(self, reports: Iterable[tuple[int, dict[str, Any]]]) -> OperationFailed:
+    def error_from_reports(self, reports: Iterable[tuple[int, dict[str, Any]]]) -> OperationFailed | RankLost:
         """Return the error of a value that ranks could not compute; they are (rank, report)."""
         with self._lock:
             found = [self._table.register(report, (rank,)) for rank, report in reports]
+            if missing := [fault for fault in found if fault.ename == MISSING]:
+                return error_of_missing(missing[0], "this tensor", "", self._sender.ranks)
             return self._reported(self._table.error_from(min(found, key=lambda fault: fault.urgency)))
 
     def _reported(self, error: OperationFailed) -> OperationFailed:
@@ -134,9 +138,9 @@ class FaultGuard:
         return True
 
     def _raise_fault(self, id: int) -> None:
-        is_half_written = self._table.is_half_written(id)
-        error = self._table.error_of(id)
-        raise error if is_half_written else self._reported(error)
+        is_final = self._table.is_half_written(id) or self._table.is_missing(id)
+        error = self._table.error_of(id, self.names.get(id, ""))
+        raise error if is_final or isinstance(error, RankLost) else self._reported(error)
 
     def _mark_overwritten(self, ids: Iterable[int]) -> None:
         with self._lock:
@@ -144,6 +148,13 @@ class FaultGuard:
             self._refresh()
 
     # ---- after a fault or an interrupt
+
+    def lost(self, steps: Iterable[UndoableStep], missing: Mapping[int, str]) -> None:
+        """Record what a loss has left: steps that may not have been taken, and tensors without a part, in words."""
+        with self._lock:
+            self._unconfirmed_steps.update((step.serial, step) for step in steps)
+            self._table.missing.update(missing)
+            self._needs_resync = self.is_alert = True
 
     def resync(self) -> None:
         """Query the progress of the ranks after an interrupt, or a fault that was reported to the user. Blocks.

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshbook.errors import Failure, OperationFailed
+from meshbook.errors import Failure, OperationFailed, RankLost
 from meshbook.ids import name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.call_sites import CallSite, format_call_site
 from meshbook.wire import messages
 
+# The error by which a rank reports what it, a new process, does not have.
+MISSING = "PartLost"
 # Faults whose call sites are stored.
 _MAX_FAULTS = 1000
 
@@ -68,6 +70,7 @@ class FaultTable:
         self._skipped_writes: dict[int, dict[int, int]] = {}  # id -> rank -> operations that would have changed it
         self._started_writes: set[int] = set()
         self._overwritten_in: dict[int, int] = {}  # id -> ordinal of the batch that overwrote it
+        self.missing: dict[int, str] = {}  # what new processes of ranks lack: shape and placements, by id
         self._half_written: dict[int, Fault] = {}  # changed on some ranks and not on others
 
     # ---- reports
@@ -129,7 +132,11 @@ class FaultTable:
         unchanged: list[int] = []
         for id, fault in self._by_id.items():
             counts = self._skipped_writes.get(id)
-            if counts is None or not (fault.is_reported or fault.secondary or fault.interrupted):
+            if (
+                counts is None
+                or fault.ename == MISSING
+                or not (fault.is_reported or fault.secondary or fault.interrupted)
+            ):
                 continue
             if id not in self._started_writes and len({counts.get(rank, 0) for rank in self._ranks}) == 1:
                 unchanged.append(id)
@@ -155,6 +162,10 @@ class FaultTable:
         """Whether an id is changed on some ranks and not on others."""
         return id in self._half_written
 
+    def is_missing(self, id: int) -> bool:
+        """Whether a new process of a rank lacks its part of this id."""
+        return id in self._by_id and self._by_id[id].ename == MISSING
+
     def is_lost(self, id: int) -> bool:
         """Whether ranks are known to have no value for this id."""
         return id in self._by_id and id not in self._skipped_writes
@@ -169,10 +180,16 @@ class FaultTable:
 
     # ---- errors
 
-    def error_of(self, id: int) -> OperationFailed:
-        """Return the error that reports the fault of an id."""
-        fault = self._half_written.get(id)
-        if fault is None:
+    def error_of(self, id: int, name: str = "") -> OperationFailed | RankLost:
+        """Return the error that reports the fault of an id.
+
+        Args:
+            name: of the tensor, as a parameter; "": it has none.
+        """
+        fault = self._half_written.get(id) or self._by_id[id]
+        if fault.ename == MISSING:
+            return error_of_missing(fault, self.missing.get(id, "this tensor"), name, self._ranks)
+        if id not in self._half_written:
             return self.error_from(self._by_id[id])
         lines = format_call_site(fault.call_site)
         issued = f" The operation was issued here:\n{lines}" if lines else ""
@@ -194,6 +211,20 @@ class FaultTable:
         for other in (fault, *others):  # tensors that they left unchanged can be used again
             other.is_reported = True
         return _operation_failed(fault, others)
+
+
+def error_of_missing(fault: Fault, text: str, name: str, ranks: Sequence[int]) -> RankLost:
+    lost = sorted(fault.ranks)
+    what = f"{name} ({text})" if name else f"a tensor ({text})"
+    if text.startswith("the graph"):
+        message = f"{name_ranks(lost)} had a part of what this needs, which was lost with its process: {text}"
+    else:
+        message = (
+            f"{what}: the part that {name_ranks(lost)} held was lost with the process, and no other rank has it. "
+            "Load it from a checkpoint (load_state_dict, or x.copy_(...): what overwrites all of it makes it whole), "
+            "or make it anew; other tensors live on"
+        )
+    return RankLost(message, ranks=lost, survivors=tuple(rank for rank in ranks if rank not in lost))
 
 
 def _operation_failed(fault: Fault, others: Sequence[Fault]) -> OperationFailed:

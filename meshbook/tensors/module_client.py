@@ -85,6 +85,8 @@ class ModuleClient:
         )
         for tensor in wrapped:
             tensor._handle.version_counter = engine.foreign_version_counter
+        for name, index, _ in description["names"]:
+            engine.faults.names.setdefault(wrapped[index]._handle.id, name)
         trainable = set(description["trained"])
         self.tensors: list[Any] = [
             nn.Parameter(tensor, requires_grad=index in trainable) if index in self.parameter_indices else tensor
@@ -134,6 +136,7 @@ class ModuleClient:
             return leaf
 
         refuse_foreign_autocast()
+        self.engine.sender.check_open()
         if self.engine.faults.is_alert:
             self.engine.faults.check_ids([tensor._handle.id for tensor in self.tensors])
         call_template = pytree.tree_map(to_placeholder, (args, kwargs))

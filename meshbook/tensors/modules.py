@@ -63,7 +63,8 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
                     full_name = f"{prefix}.{name}" if prefix else name
                     try:
                         tensor_placements = _placements_for(placements, full_name, tensor)
-                        moved[id(tensor)] = _distribute_tensor(tensor, mesh, tensor_placements)
+                        moved[id(tensor)] = found = _distribute_tensor(tensor, mesh, tensor_placements)
+                        found.engine.faults.names[found._handle.id] = full_name
                     except PlacementError as error:
                         raise PlacementError(f"{full_name}: {error}") from None
                 tensor_dict[name] = moved[id(tensor)]

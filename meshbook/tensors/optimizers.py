@@ -122,6 +122,7 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
         # With a closure, a step contains forwards and backwards, and waits for values.
         if engine is None or args or kwargs.get("closure") is not None or engine.queue.is_in_step:
             return step(self, *args, **kwargs)
+        engine.sender.check_open()
         engine.faults.check_ids(())  # undoes a step that ranks have not taken, before this one reads the state
         ids = ids_used_by_step(self)
         try:

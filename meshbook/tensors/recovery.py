@@ -18,7 +18,7 @@ from meshbook.errors import UsageError
 from meshbook.rank.tensors.operators import MESH, TENSOR
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import TensorEngine
-from meshbook.tensors.faults import TensorFault
+from meshbook.tensors.faults import MISSING, TensorFault
 from meshbook.tensors.remote import RemoteTensor
 
 
@@ -32,7 +32,7 @@ class Recovery:
         half_written: changed on some ranks and not on others, or partly, with no replica to restore from. They can be
             used, but hold values of two steps: load them from a checkpoint.
         dropped: gradients, and state of an optimizer, that were never computed; the next step makes them again.
-        lost: parameters and tensors that were never computed.
+        lost: parameters and tensors that were never computed, or of which a lost rank had a part.
     """
 
     whole: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Recovery:
         if self.dropped:
             lines.append(f"dropped, made anew by the next step: {_format_names(self.dropped)}")
         if self.lost:
-            lines.append(f"never computed, make or load them anew: {_format_names(self.lost)}")
+            lines.append(f"never computed, or lost with a rank, make or load them anew: {_format_names(self.lost)}")
         return "Recovery: " + "\n  ".join(lines)
 
 
@@ -143,7 +143,7 @@ class _Inspection:
         for name, tensor in self.tensors.items():
             id = tensor._handle.id
             fault = self.faults.get(id)
-            if not all(self.hashes[id].values()):
+            if not all(self.hashes[id].values()) or (fault is not None and fault.fault.ename == MISSING):
                 found["lost"].append(name)
                 continue
             if fault is not None:

@@ -143,6 +143,8 @@ def key_of(tensor: MeshTensor, session: Any) -> str:
             f"this tensor lies on the mesh {tensor.engine.session.name!r}, not on {session.name!r}; bring it over: "
             "meshbook.distribute(x.full_tensor(), mesh, ...)"
         )
+    tensor.engine.sender.check_open()
+    tensor.engine.faults.check_ids((tensor._handle.id,))
     return f"tensor:{tensor.engine.name}#{tensor._handle.id}"
 
 

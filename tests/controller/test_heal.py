@@ -508,17 +508,18 @@ def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
 # ---- remote tensors and actors
 
 
-def test_tensors_of_before_say_that_a_part_is_lost_and_new_ones_compute(pair: Mesh) -> None:
+def test_cut_tensors_of_before_say_that_a_part_is_lost_whole_ones_live_on_and_new_ones_compute(pair: Mesh) -> None:
     before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
-    idle = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
-    assert before.sum().item() == 6
+    whole = meshbook.distribute(torch.arange(4.0), pair)
+    assert (before + whole).sum().item() == 12
     kill(pair, 1)
-    with pytest.raises(RankLost, match=r"a part of every tensor of this mesh is gone: %mesh heal, then make them anew"):
-        before.sum().item()
-    pair.heal()
-    for tensor in (before, idle):
-        with pytest.raises(RankLost, match=r"%mesh heal"):
+    for tensor in (before, whole):
+        with pytest.raises(RankLost, match=r"%mesh heal gives it a new process and the tensors that other ranks have"):
             tensor.sum().item()
+    pair.heal()
+    with pytest.raises(RankLost, match=r"S\(0\) over rank\): the part that rank 1 held was lost"):
+        before.sum().item()
+    assert whole.sum().item() == 6
     again = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
     assert (again * 2).sum().item() == 12
 
@@ -528,7 +529,7 @@ def test_a_tensor_that_was_not_used_while_the_rank_was_dead_says_so_too(pair: Me
     assert before.sum().item() == 6
     kill(pair, 1)
     pair.heal()
-    with pytest.raises(RankLost, match="rank 1 has a new process since this tensor was made"):
+    with pytest.raises(RankLost, match="the part that rank 1 held was lost with the process"):
         before.sum().item()
 
 

@@ -5,7 +5,8 @@ All ranks describe what they hold to each other, make the same choices, and then
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from meshbook.errors import TransferError
 from meshbook.rank.healing import random_states, transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names
+from meshbook.rank.healing.tensor_stores import rebuild_modules, share_tensors
 from meshbook.rank.object_states import load_state, state_of
+from meshbook.rank.objects import RankObjects
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.interrupted_steps import rebuild_buckets_in_order
 from meshbook.rank.process_groups.solo import connect_deferred
@@ -28,22 +31,32 @@ _held_decoder = msgspec.json.Decoder(dict[str, Held])
 
 
 def share_state(
-    command: ShareState, rank: int, namespace: MutableMapping[str, Any], names: Iterable[str], groups: ProcessGroups
+    command: ShareState,
+    rank: int,
+    namespace: MutableMapping[str, Any],
+    names: Iterable[str],
+    groups: ProcessGroups,
+    objects: RankObjects,
+    without_others: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """Take part in the sharing. Blocks until this rank has sent and received everything.
 
     Args:
         names: the user's, on this rank.
+        objects: remote tensors, and what clients have handles to.
+        without_others: context in which collectives return at once.
 
     Returns:
         `{"restored": {name: [source, why]}, "missing": {name: why}}`: on a new rank what it has, on others nothing.
     """
+    topic = f"share/{command.call}"
+    unbuilt = rebuild_modules(topic, rank, command.new_ranks, objects.values, groups, without_others)
     connect_deferred(groups)
     randoms = random_states.random_states()
     held = describe_names(namespace, names)
     for name, state in randoms.items():
         held[name] = msgspec.structs.replace(describe(state), kind="random")
-    texts = groups.exchange(f"share/{command.call}", _held_encoder.encode(held))
+    texts = groups.exchange(topic, _held_encoder.encode(held))
     every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
     old = {other: holds for other, holds in every.items() if other not in command.new_ranks}
     assert groups.mesh is not None  # they are formed
@@ -63,7 +76,22 @@ def share_state(
             reply["missing"] |= {name: why for name, why in missing.items() if _is_worth_saying(name)}
             if groups.solo.has_other_buckets:
                 rebuild_buckets_in_order()
+    shared = share_tensors(topic, rank, command.new_ranks, objects, groups, axes)
+    for (cut, source), count in shared.restored.items():
+        why = f"the same part, cut over {cut}" if cut else "replicas"
+        reply["restored"][_count_tensors(count, reply["restored"])] = [source, why]
+    for why, count in shared.missing.items():
+        reply["missing"][_count_tensors(count, reply["missing"])] = why
+    reply["missing"] |= {f"module {key}": f"could not be built: {why}" for key, why in unbuilt.items()}
     return reply
+
+
+def _count_tensors(count: int, named: Collection[str]) -> str:
+    """Return a name for some remote tensors that is not among the names yet."""
+    text = f"{count} remote tensor{'' if count == 1 else 's'}"
+    while text in named:
+        text = text.replace("remote", "other remote", 1)
+    return text
 
 
 def _is_worth_saying(name: str) -> bool:

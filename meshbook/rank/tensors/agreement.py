@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS
 
 BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
@@ -80,11 +81,27 @@ def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> Non
     if tracker is not None:
         tracker.begin(defer_interrupts)
     try:
+        _wait_for(tensors, mesh)
         if not all_ranks_ready(mesh, True):
             raise StepRefused("another rank could not take part in this step of the optimizer, so no rank has taken it")
     except BaseException:
         if tracker is not None:
             tracker.end()
+        raise
+
+
+def _wait_for(tensors: Sequence[torch.Tensor], mesh: Any) -> None:
+    """Wait for collectives that are still computing a step's inputs: one that fails in the step would leave half of it.
+
+    Raises:
+        RuntimeError: one has failed; the other ranks know that this one is not ready.
+    """
+    try:
+        for tensor in tensors:
+            wait_local_tensor(tensor)
+    except Exception:
+        with contextlib.suppress(Exception):
+            all_ranks_ready(mesh, False)
         raise
 
 

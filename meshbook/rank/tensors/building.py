@@ -8,6 +8,7 @@ holds tensors that are not parameters, or ties parameters), it is built complete
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -132,6 +133,19 @@ _rng_states_after_build: list[torch.Tensor] = []  # generator state after the la
 
 def pop_rng_state() -> torch.Tensor:
     return _rng_states_after_build.pop()
+
+
+def without_data(source: Source) -> Source:
+    """Return a factory as it is, and of a module a copy on the meta device."""
+    if not isinstance(source, nn.Module):
+        return source
+    memo: dict[int, Any] = {}
+    for parameter in source.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in source.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(source, memo)
 
 
 def apply_strategy(

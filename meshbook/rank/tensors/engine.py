@@ -8,8 +8,7 @@ it.
 from __future__ import annotations
 
 import hashlib
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +21,9 @@ from meshbook.rank.tensors import agreement, dtensor_patches, feeding, modes, sh
 from meshbook.rank.tensors.execution import execute, skip_from
 from meshbook.rank.tensors.fault_announcer import FaultAnnouncer
 from meshbook.rank.tensors.lowering import wait_local_tensor
-from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage, replicate_partials
-from meshbook.rank.tensors.templates import CompiledTemplate, display_name
-from meshbook.rank.tensors.tensor_store import Poison, Poisoned, TensorStore
+from meshbook.rank.tensors.operators import FUNCTIONS, replicate_partials
+from meshbook.rank.tensors.templates import display_name
+from meshbook.rank.tensors.tensor_store import FOREIGN_MEMORY, Poison, Poisoned, TensorStore
 from meshbook.wire import messages
 from meshbook.wire.messages import BatchCallSites, Frame, RunOps, ShardedUpload
 
@@ -41,7 +40,7 @@ ON_CLIENT_DROPPED: list[Callable[[str], None]] = []
 GENERATED_CODE: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
 # Errors of a rank without a fault of its own, released from a collective because another rank failed.
-_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused")
+_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused", "RankLost")
 
 _issued_decoder = msgspec.msgpack.Decoder(BatchCallSites)
 _ops_decoder: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
@@ -88,6 +87,11 @@ class RankTensors:
         agreement.defer_interrupts = defer_interrupts
         dtensor_patches.install()
 
+    @property
+    def stores(self) -> Mapping[str, TensorStore]:
+        """The stores by the names of their engines."""
+        return self._stores
+
     def store_of(self, engine: str) -> TensorStore:
         """Return the engine's store, created at first use.
 
@@ -127,10 +131,19 @@ class RankTensors:
     def run(self, command: RunOps) -> dict[str, Any]:
         """Run a batch and return what the controller must know: faults, and the value that it requested.
 
+        A batch of a controller that does not know yet that ranks were replaced is not run (`{"stale": True}`): what
+        came before it may be lost.
+
         Raises:
             KeyboardInterrupt: the user interrupted; operations that had not run yet are poisoned.
         """
         store = self.store_of(command.engine)
+        if command.fetch is not None and command.fetch.mode == "heals":
+            return {"heals": store.num_heals, "batches": store.num_batches, "missing": store.missing}
+        if command.num_heals < store.num_heals:
+            self.skip_batch(command)
+            return {"stale": True}
+        store.num_batches = command.ordinal + 1
         store.op_number, store.current_template, self._current_batch = command.first_op, None, (command, store)
         agreement.current_tracker, modes.current_batch_modes = store.step_tracker, store.modes
         counts_before = _collective_counts(store.mesh)
@@ -150,16 +163,25 @@ class RankTensors:
                 self.drop_client(client)
 
     def expect_batch(self, command: RunOps) -> None:
-        """Record that `run` will be called with this batch, unless an interrupt arrives before its operations start."""
-        self.store_of(command.engine).is_batch_expected = True
+        """Record that `run` will be called with this batch, unless an interrupt arrives before its operations start.
+
+        Of a batch that has come before (a controller repeats, as cancelled, those that a lost rank has not confirmed)
+        nothing is recorded.
+        """
+        store = self.store_of(command.engine)
+        is_question = command.fetch is not None and command.fetch.mode == "heals"
+        store.is_batch_expected = command.ordinal >= store.num_batches and not is_question
 
     def skip_batch(self, command: RunOps) -> None:
         """Poison the outputs of the expected batch, if none of its operations started."""
         store = self.store_of(command.engine)
         if not store.is_batch_expected:
             return
+        store.num_batches = command.ordinal + 1
         self._compile_templates(command, store)
         poison = Poison.of_interrupt(command.first_op)
+        if store.num_heals:
+            poison = poison.after_loss()
         for upload in command.uploads:
             store.poison_output(upload.id, poison)
         for rows in command.sharded_uploads:
@@ -189,8 +211,7 @@ class RankTensors:
 
     def _compile_templates(self, command: RunOps, store: TensorStore) -> None:
         for body in command.templates:
-            message: TemplateMessage = pickle.loads(body)
-            store.templates[message.number] = CompiledTemplate(message, store.mesh, store.device)
+            store.add_template(body)
 
     def _run_batch(self, command: RunOps, store: TensorStore) -> dict[str, Any]:
         self._compile_templates(command, store)
@@ -210,7 +231,7 @@ class RankTensors:
                     poison = Poison.of_error(store.op_number, error, secondary=self._is_secondary(error))
                     answer = {"poison": poison.as_dict()}
         for number in command.evicted_templates:
-            store.templates.pop(number, None)
+            store.drop_template(number)
         if store.faults:
             answer["faults"] = [fault.as_dict() for fault in store.faults]
             store.faults = []
@@ -309,6 +330,7 @@ class RankTensors:
                 f"{_describe_tensor(shape, dtype, placements)}, and is {_describe_tensor(*current)}; "
                 f"look it up again, mesh[{name!r}]"
             )
+        FOREIGN_MEMORY.add(tensor)
         return tensor.detach()
 
 

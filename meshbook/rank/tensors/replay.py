@@ -299,6 +299,11 @@ def forget_replay(key: str) -> None:
     REPLAYERS.pop(key, None)
 
 
+def forget_all() -> None:
+    """Have every step traced again when it runs next. Call it on all ranks: they trace together."""
+    REPLAYERS.clear()
+
+
 def _drop_client(client: str) -> None:
     for key in [key for key in list(REPLAYERS) if key.partition("|")[0] == client]:
         REPLAYERS.pop(key, None)

@@ -61,6 +61,7 @@ class ResidentModule:
         self.rng_state_after = building.pop_rng_state()
         self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
         self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
+        self.recipe: tuple[Any, ...] = ()  # what it was built from, for a rank that is replaced
         # Number and result of the first forward of a kind, until the operation for it arrives.
         self.first_result: tuple[int, list[Any]] | None = None
 
@@ -206,10 +207,20 @@ def build_resident(
 ) -> ResidentModule:
     """Build the module here; it exists as long as the controller retains the returned object."""
     kind = None if dtype is None else getattr(torch, dtype)
+    recipe = building.without_data(source), strategy, dtype, axis, rng_state, options, modes
     with torch_modes.apply_modes(modes):
         module = building.build(source, strategy, kind, mesh, axis, rng_state, options)
     resident = RESIDENT_MODULES[key] = ResidentModule(key, module, mesh, axis, kind, options)
+    resident.recipe = recipe
     return resident
+
+
+def rebuild_resident(key: str, recipe: tuple[Any, ...], mesh: Any) -> ResidentModule:
+    """Build the module that other ranks have by this recipe. Values of a module that was given as one are not set."""
+    source, strategy, dtype, axis, rng_state, options, modes = recipe
+    if isinstance(source, nn.Module):
+        source.to_empty(device="cpu")
+    return build_resident(key, source, strategy, dtype, mesh, axis, rng_state, options, modes)
 
 
 def find_resident(key: str) -> ResidentModule:

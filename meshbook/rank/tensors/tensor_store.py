@@ -6,6 +6,7 @@ start. The controller restores it by `TensorStore.clear_poison` once the user ha
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshbook.rank.tensors.agreement import StepTracker
 from meshbook.rank.tensors.modes import BatchModes
+from meshbook.rank.tensors.operators import TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# The error of what a new process of a rank lacks; the controller raises a RankLost for it.
+MISSING = "PartLost"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,22 @@ class Poison:
     def of_error(cls, number: int, error: Exception, *, secondary: bool = False) -> Poison:
         trace = "".join(traceback.format_exception(error, limit=-4, chain=False))
         return cls(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:], secondary=secondary)
+
+    def after_loss(self) -> Poison:
+        """Return this poison of an interrupt in other words: the loss of a rank interrupts the others too."""
+        return replace(self, evalue="stopped before it ran, by the user or because a rank was lost")
+
+    @classmethod
+    def of_missing(cls, rank: int, placeholder: Any) -> Poison:
+        """Return the poison of what this rank, a new process, does not have, beside memory that can be overwritten."""
+        text = f"the part of it that rank {rank} held was lost with its process"
+        number = -1 - rank  # of no operation
+        return cls(number, MISSING, text, "", old_value=placeholder, num_skipped=1, write_started=True)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it tells of an operation that was stopped, and not of one that failed."""
+        return self.interrupted or self.secondary
 
     def as_dict(self) -> dict[str, Any]:
         names = ("number", "ename", "evalue", "trace", "interrupted", "secondary")
@@ -80,6 +103,10 @@ class TensorStore:
         step_refusal: why the operations of the current optimizer step are skipped.
         may_have_poison: whether any value may be poison.
         is_batch_expected: whether a batch is about to run and `execute` does not handle its operations yet.
+        template_bodies: the pickled messages of `templates`, for a rank that is replaced.
+        num_batches: how many batches of the engine have come to this rank, run or not.
+        num_heals: how often its ranks were replaced.
+        missing: what this rank, a new process, lacks of what its predecessor held: in words, by id.
     """
 
     name: str
@@ -96,9 +123,22 @@ class TensorStore:
     step_refusal: Poison | None = None
     may_have_poison: bool = False
     is_batch_expected: bool = False
+    template_bodies: dict[int, bytes] = field(default_factory=dict)
+    num_batches: int = 0
+    num_heals: int = 0
+    missing: dict[int, str] = field(default_factory=dict)
     # Ids by storage of their tensors, maintained while there are faults, and the set of ids in it.
     _ids_by_storage: dict[int, list[int]] = field(default_factory=dict)
     _indexed_ids: set[int] = field(default_factory=set)
+
+    def add_template(self, body: bytes) -> None:
+        message: TemplateMessage = pickle.loads(body)
+        self.templates[message.number] = CompiledTemplate(message, self.mesh, self.device)
+        self.template_bodies[message.number] = body
+
+    def drop_template(self, number: int) -> None:
+        self.templates.pop(number, None)
+        self.template_bodies.pop(number, None)
 
     def get(self, id: int) -> Any:
         """Return the tensor of that id.
@@ -151,17 +191,17 @@ class TensorStore:
 
     def _aliases_of(self, id: int) -> list[int]:
         """Return the id and those of all tensors on the same storage."""
-        storage = _storage_id(self.values.get(id))
+        storage = storage_id(self.values.get(id))
         if storage is None:
             return [id]
         for new in reversed(self.values):  # a dict ends with its newest items
             if new in self._indexed_ids:
                 break
             self._indexed_ids.add(new)
-            if (storage_of_new := _storage_id(self.values[new])) is not None:
+            if (storage_of_new := storage_id(self.values[new])) is not None:
                 self._ids_by_storage.setdefault(storage_of_new, []).append(new)
         others = self._ids_by_storage.get(storage, ())
-        return [id, *(other for other in others if other != id and _storage_id(self.values.get(other)) == storage)]
+        return [id, *(other for other in others if other != id and storage_id(self.values.get(other)) == storage)]
 
     def clear_poison(self, ids: Sequence[int]) -> None:
         """Restore the old values of these tensors: the caller knows that they were not mutated."""
@@ -194,7 +234,7 @@ def local_tensor(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _storage_id(value: Any) -> int | None:
+def storage_id(value: Any) -> int | None:
     """Return an identifier of a tensor's storage; None if it has no storage of its own here."""
     tensor = local_tensor(value.old_value if isinstance(value, Poison) else value)
     if tensor is None:
@@ -204,3 +244,23 @@ def _storage_id(value: Any) -> int | None:
     except (AttributeError, NotImplementedError, RuntimeError):  # such as sparse tensors
         return None
     return found
+
+
+class _ForeignMemory:
+    """Memory of tensors that are a cell's or an actor's too, whoever of them lives longer."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: Any) -> None:
+        storage = local_tensor(tensor).untyped_storage()
+        for key in [key for key, known in self._storages.items() if known.expired()]:  # type: ignore[no-untyped-call]
+            del self._storages[key]
+        self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def __contains__(self, value: Any) -> bool:
+        found = self._storages.get(storage_id(value) or 0)
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+
+
+FOREIGN_MEMORY = _ForeignMemory()

@@ -40,8 +40,8 @@ class Fetch(Struct, frozen=True, gc=False):
 
     # item: its one number, from one rank. parts: each different piece, from the first rank that holds it. local: the
     # rank's own piece, from each of `ranks`. nothing: only confirm that everything before has run. state: which steps
-    # of optimizers were taken, and hashes of `ids`.
-    mode: Literal["item", "parts", "local", "nothing", "state"]
+    # of optimizers were taken, and hashes of `ids`. heals: how the store is after ranks were replaced; nothing is run.
+    mode: Literal["item", "parts", "local", "nothing", "state", "heals"]
     id: int = 0
     ids: tuple[int, ...] = ()
     ranks: Ranks = ()  # ranks that reply with a value; the others only take part
@@ -80,6 +80,9 @@ class RunOps(Message):
     fetch: Fetch | None = None
     evicted_templates: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
     call_sites: bytes = b""  # a `BatchCallSites`; a fetch counts as one more operation
-    # not to be run: it was queued when Stop came; the rank records which operations it omits
+    # not to be run: it was queued when Stop came, or a rank was lost; the rank records which operations it omits
     is_cancelled: bool = False
+    ordinal: int = 0  # its index among the engine's batches
+    # how often ranks of the engine were replaced, as far as the client knows; a batch of one that knows less is not run
+    num_heals: int = 0
     label: str = "tensor operations"
