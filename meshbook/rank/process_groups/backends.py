@@ -129,6 +129,15 @@ class BackendAborts:
             self._thread = threading.Thread(target=run, name="abort NCCL", daemon=True)
             self._thread.start()
 
+    def dispose(self, detached: list[Any]) -> None:
+        """Drop backends that nobody uses any more, without waiting for what they still do.
+
+        The destructor of a gloo backend joins its threads. One that connects to a process that has died may take its
+        time, although its connections are shut down.
+        """
+        with contextlib.suppress(RuntimeError):  # the process cannot start more threads: they are dropped here
+            threading.Thread(target=detached.clear, name="drop backends", daemon=True).start()
+
     def join(self) -> None:
         """Wait until NCCL has given up its communicators.
 

@@ -273,10 +273,8 @@ class ProcessGroups:
 
     def _reform(self, layout: _MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
-        groups = list(self.table)
-        for group in groups:
-            group.detach_backends()
-        for group in groups:
+        self._aborts.dispose([group.detach_backends() for group in self.table])
+        for group in self.table:
             if group.label.name in self._mesh_group_names:
                 self.connect(group)
         world = dist.group.WORLD

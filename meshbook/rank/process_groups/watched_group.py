@@ -136,12 +136,18 @@ class WatchedGroup(ProcessGroup):
         self._inner = inner
         self.health.reset()
 
-    def detach_backends(self) -> None:
-        """Drop the real backends, until `attach_backends` or the first use sets new ones."""
+    def detach_backends(self) -> tuple[Any, ...]:
+        """Give up the real backends, until `attach_backends` or the first use sets new ones.
+
+        Returns:
+            They: whoever drops the last reference waits for their threads, which may be stuck.
+        """
+        detached = self._inner, self.backend_handles
         self._inner = None
         self.backend_handles = ()
         self._coalescing = None
         self.health.reset()
+        return detached
 
     def replace_inner(self, inner: Any) -> None:
         """Have collectives go to another process group; None: to one that is connected when it is first used."""
