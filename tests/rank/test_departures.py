@@ -45,6 +45,16 @@ def test_of_a_rank_that_left_without_an_error_it_is_said_what_it_did_not_come_to
     assert error.cause == "rank 1 ended the cell without coming to all_reduce #1"
 
 
+def test_of_a_rank_that_failed_in_the_collective_it_is_not_said_that_it_did_not_come() -> None:
+    waiting, gone = Rank(0), Rank(1)
+    waiting.begin()
+    gone.begin(error="RuntimeError: Connection closed by peer")
+    error = doomed(waiting, gone.left(last_status="ok"))
+    assert error is not None
+    assert str(error) == "all_reduce #1 cannot be completed: rank 1 failed in it"
+    assert error.cause == "rank 1 failed in all_reduce #1"
+
+
 def test_a_collective_that_a_departed_rank_has_joined_can_complete() -> None:
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()

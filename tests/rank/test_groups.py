@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from meshbook.errors import MeshShapeError, RankLost
+from meshbook.rank.process_groups import positions
 from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
@@ -573,6 +574,34 @@ def test_a_death_that_nobody_explains_is_still_an_error(trio: World) -> None:
         assert broken
         assert reason.startswith("all_reduce #")
         assert running == []
+
+
+def failed_collectives(here: RankContext) -> list[tuple[int, ...]]:
+    """The failed ones of each group, as the supervisor is told when it asks."""
+    labels = [group.label for group in here.groups.table]
+    return [group.failed for group in positions.group_positions(labels, here.ring, 0) if group.num_started]
+
+
+@pytest.mark.parametrize("kind", ["async", "functional", "dtensor"])
+def test_a_collective_that_failed_is_not_taken_for_a_success_before_its_reason_is_known(trio: World, kind: str) -> None:
+    """Else it counts as joined, and a member that still waits in it is never released."""
+    stuck = get_stuck(trio, kind)
+    trio.members[-1].kill()
+    for member in stuck:
+        member.run_in_service_thread(wait_for_gloo_to_notice)
+        assert member.run_in_service_thread(failed_collectives) == [(1,)]
+    for member in stuck:
+        assert isinstance(member.error(SOON_S), RuntimeError)
+
+
+def test_a_receive_that_failed_is_under_way_until_its_reason_is_known(trio: World) -> None:
+    stuck = get_stuck(trio, "recv")
+    trio.members[-1].kill()
+    for member in stuck:
+        member.run_in_service_thread(wait_for_gloo_to_notice)
+        assert member.run_in_service_thread(last_entry)[2] == ["recv"]
+    for member in stuck:
+        assert isinstance(member.error(SOON_S), RuntimeError)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

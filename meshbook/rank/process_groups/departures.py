@@ -87,14 +87,21 @@ def describe_leave_reason(rank: int, outcome: Outcome, release_error: Collective
 
 def _collective_aborted(collective: Collective, left: RankPosition, running_file: str | None) -> CollectiveAborted:
     what = f"{collective.op} #{collective.group_seq}"
-    return _make_aborted_error(collective.op, what, collective.line, left, running_file)
+    has_failed = positions.has_failed_in(collective, left)
+    return _make_aborted_error(collective.op, what, collective.line, left, running_file, has_failed=has_failed)
 
 
 def _make_aborted_error(
-    op: str, what: str, line: UserLine | None, left: RankPosition, running_file: str | None
+    op: str,
+    what: str,
+    line: UserLine | None,
+    left: RankPosition,
+    running_file: str | None,
+    *,
+    has_failed: bool = False,
 ) -> CollectiveAborted:
     where = op if line is None else f"{op} at {_format_location(line.file, line.line, running_file)}"
-    prefix = f"rank {left.rank} ended the cell without coming to"
+    prefix = f"rank {left.rank} {'failed in' if has_failed else 'ended the cell without coming to'}"
     reason = left.cause or f"{prefix} it"
     cause = left.cause or f"{prefix} {what}"  # for ranks that wait for this rank in turn
     return CollectiveAborted(f"{what} cannot be completed: {reason}", ranks=(left.rank,), cause=cause, where=where)

@@ -236,12 +236,15 @@ class GroupHealth:
             observer.finished(record, arguments)
 
 
-def _has_succeeded(work: Any) -> bool:
-    """Whether the operation has completed without an error. Does not block."""
-    if work is None or not work.is_completed():
-        return False
+def failure_of(work: Any) -> RuntimeError | None:
+    """Return what a completed collective on gloo failed with; None if it succeeded. Does not block. Any thread."""
     try:
         work.wait(_WAIT_SLICE)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _has_succeeded(work: Any) -> bool:
+    """Whether the operation has completed without an error. Does not block."""
+    return work is not None and work.is_completed() and failure_of(work) is None

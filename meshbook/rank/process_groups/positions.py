@@ -62,14 +62,24 @@ def can_never_complete(collective: Collective, left: RankPosition, rank: int) ->
     is_p2p = collective.op in POINT_TO_POINT
     if left.rank not in collective.group_ranks or (is_p2p and collective.peer != left.rank):
         return False
-    group = next((g for g in left.groups if g.name == collective.group and g.ranks == collective.group_ranks), None)
+    group = _same_group(collective, left)
     if group is None or group.is_uncertain:
         return True
     if not is_p2p:
-        return collective.group_seq > group.num_started or collective.group_seq in group.failed
+        return collective.group_seq > group.num_started or has_failed_in(collective, left)
     if collective.op == "send":
         return collective.pair_seq > group.received.get(rank, 0) + group.received_from_any
     return collective.pair_seq > group.sent.get(rank, 0)
+
+
+def has_failed_in(collective: Collective, left: RankPosition) -> bool:
+    """Whether a departed rank began a collective, not a send or receive, and failed in it."""
+    group = _same_group(collective, left)
+    return group is not None and collective.op not in POINT_TO_POINT and collective.group_seq in group.failed
+
+
+def _same_group(collective: Collective, left: RankPosition) -> GroupPosition | None:
+    return next((g for g in left.groups if g.name == collective.group and g.ranks == collective.group_ranks), None)
 
 
 def can_never_form(label: GroupLabel, left: RankPosition) -> bool:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Work
 
 from meshbook.rank.process_groups.cuda import finish_on_stream
 from meshbook.rank.process_groups.failures import GroupBroken
-from meshbook.rank.process_groups.group_health import NO_TIMEOUT, GroupHealth
+from meshbook.rank.process_groups.group_health import NO_TIMEOUT, GroupHealth, failure_of
 from meshbook.rank.process_groups.ring import Collective
 
 
@@ -29,7 +29,7 @@ class WatchedWork(Work):
     ) -> None:
         """
         Args:
-            in_slices: None for NCCL, whose waits do not block.
+            in_slices: None for NCCL, whose waits do not block; False for sends and receives on gloo.
             observed_arguments: None without observers.
         """
         super().__init__()
@@ -44,8 +44,17 @@ class WatchedWork(Work):
 
         def is_finished() -> bool:
             watched = this()
-            # Dropped without a wait: its state can no longer be queried, and does not matter.
-            return watched is None or bool(watched._work.is_completed())
+            if watched is None:
+                return True  # dropped without a wait: its state can no longer be queried, and does not matter
+            if in_slices is False:
+                return False  # gloo completes a send or receive in its `wait`, which records the end
+            if not watched._work.is_completed():
+                return False
+            # Recorded as a success, a failure would count as taking part, and other members would wait forever. The
+            # thread that waits for it may record it only REASON_TIMEOUT_S later.
+            if in_slices and (error := failure_of(watched._work)) is not None:
+                health.ring.finish(record, error)
+            return True
 
         self.is_finished = is_finished
         health.ring.set_completion_check(record, is_finished, on_device=in_slices is None)
