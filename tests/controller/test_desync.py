@@ -396,6 +396,28 @@ def test_a_cell_of_some_ranks_ends_too_when_one_of_them_fails(mesh: Mesh) -> Non
     works(mesh)
 
 
+def test_a_rank_that_is_stopped_before_it_begins_a_cell_releases_those_that_wait_for_it(mesh: Mesh, gate: Gate) -> None:
+    earlier = mesh.run(gate.wait, ranks=0, wait=False, echo=False)
+    source = """
+print("begun without rank 0")
+try:
+    dist.barrier()
+except RuntimeError as error:
+    why = error
+    raise
+"""
+    future = mesh.run(source, wait=False, echo=False)
+    until(lambda: all("begun without rank 0" in mesh.logs(rank) for rank in (1, 2)))
+    mesh.interrupt(0)
+    assert isinstance(earlier.exception(DEADLINE_S), CellInterrupted)
+    error = future.exception(DEADLINE_S)
+    assert isinstance(error, CellInterrupted)
+    assert error.released == (Released((1, 2), "barrier at line 3"),)
+    causes = mesh.run("[why.cause, why.ranks]", ranks=(1, 2), echo=False).values
+    assert causes.same() == ["rank 0 was stopped before it began the cell", (0,)]
+    works(mesh)
+
+
 def test_a_thread_that_still_takes_part_for_its_rank_is_waited_for(mesh: Mesh) -> None:
     source = """
 import threading
