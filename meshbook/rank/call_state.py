@@ -153,6 +153,10 @@ class CallState:
         """Return the seq of the last collective before a call; `default` if it has not begun here."""
         return self._seq_before.get(call, default)
 
+    def has_begun(self, call: CallId) -> bool:
+        """Return whether a call has begun here. Calls before the last 256 are forgotten."""
+        return call in self._seq_before
+
     def departed(self, call: CallId) -> tuple[RankPosition, ...]:
         """Return the positions of the ranks that have left this call."""
         with self._lock:

@@ -52,7 +52,7 @@ class ActiveCall:
     deferred: SendToHosts | None = None  # not sent yet
     stop_deadline: float = 0.0  # after a Stop: when commands no longer wait for its ranks to return
     stopping_ranks: set[int] = field(default_factory=set)  # ranks that were sent a Stop of it
-    is_stopped: bool = False  # all ranks that still ran it were sent a Stop
+    is_stopped: bool = False  # all ranks that still ran it were sent a Stop, which ends it on each
     is_holding: bool = False  # ranks hold back the collectives that follow it
     failure: str = ""  # of process groups: the first rank that could not form them, and why
 
@@ -87,10 +87,14 @@ class ActiveCall:
         """Return the ranks that may still run it."""
         return tuple(rank for rank in self.ranks if rank not in self.done_ranks and rank not in exited)
 
-    def stop(self, ranks: Iterable[int], deadline: float) -> None:
-        """Record that ranks were sent a Stop of it."""
+    def stop(self, ranks: Iterable[int], deadline: float, *, ends_queued: bool = True) -> None:
+        """Record that ranks were sent a Stop of it.
+
+        Args:
+            ends_queued: also on ranks that have it in their queue; otherwise these will begin it.
+        """
         stopping = set(ranks)
-        self.is_stopped = self.is_stopped or set(self.remaining_ranks()) <= stopping
+        self.is_stopped = self.is_stopped or (ends_queued and set(self.remaining_ranks()) <= stopping)
         self.stop_deadline = deadline
         self.stopping_ranks |= stopping & set(self.ranks)
 

@@ -93,12 +93,16 @@ def _describe_desync(members: Ranks, group_by_rank: Mapping[int, GroupPosition])
 
 
 def has_left(position: RankPosition, call: str) -> bool:
-    """Whether a rank has certainly left a call.
+    """Whether a rank whose part of a call has ended has certainly left the call.
 
     No other thread of it may still take part in collectives, and if it ended well, it has nothing in flight and is
-    idle.
+    idle. A rank whose part ended before it began, because a Stop took the call out of its queue, never begins it.
     """
-    if position.last_call != call or position.has_other_collective_threads or not position.is_held_or_idle:
+    if position.has_other_collective_threads or not position.is_held_or_idle:
+        return False
+    if not position.has_begun:
+        return True
+    if position.last_call != call:
         return False
     return position.last_status != "ok" or (
         position.is_idle and not any(group.num_in_flight for group in position.groups)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.ids import CallId, Ranks
+from meshbook.ids import CallId, Ranks, client_of_call
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
@@ -244,7 +244,8 @@ class CallScheduler:
                     skipped = OutcomeGroup(call.ranks, Outcome(status="interrupted"))
                     effects += self._calls.end(call, (skipped,), now)
             elif call.client:
-                call.stop(ranks, now + HOLD_COMMANDS_S)
+                ends_queued = command.target is not None or client_of_call(call.id) == client
+                call.stop(ranks, now + HOLD_COMMANDS_S, ends_queued=ends_queued)
                 if self._groups.status == "ready" and not call.is_holding:
                     call.is_holding = True
                     hold = messages.HoldCollectives(ranks=call.ranks, about_call=call.id)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
+from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Released
 from tests.gate import Gate
 
@@ -392,6 +392,46 @@ def test_a_function_on_ranks_that_fails_on_one_ends_on_all(mesh: Mesh) -> None:
 def test_a_cell_of_some_ranks_ends_too_when_one_of_them_fails(mesh: Mesh) -> None:
     error = failure_of(mesh, "if rank == 2: raise ValueError('no')\n\ndist.barrier()", ranks=(0, 2))
     assert [(one.ranks, one.ename) for one in error.failures] == [((2,), "ValueError")]
+    assert error.released == (Released((0,), "barrier at line 3"),)
+    works(mesh)
+
+
+def test_a_rank_that_is_stopped_before_it_begins_a_cell_releases_those_that_wait_for_it(mesh: Mesh, gate: Gate) -> None:
+    earlier = mesh.run(gate.wait, ranks=0, wait=False, echo=False)
+    source = """
+print("begun without rank 0")
+try:
+    dist.barrier()
+except RuntimeError as error:
+    why = error
+    raise
+"""
+    future = mesh.run(source, wait=False, echo=False)
+    until(lambda: all("begun without rank 0" in mesh.logs(rank) for rank in (1, 2)))
+    mesh.interrupt(0)
+    assert isinstance(earlier.exception(DEADLINE_S), CellInterrupted)
+    error = future.exception(DEADLINE_S)
+    assert isinstance(error, CellInterrupted)
+    assert error.released == (Released((1, 2), "barrier at line 3"),)
+    causes = mesh.run("[why.cause, why.ranks]", ranks=(1, 2), echo=False).values
+    assert causes.same() == ["rank 0 was stopped before it began the cell", (0,)]
+    works(mesh)
+
+
+def test_a_rank_that_begins_a_cell_after_another_clients_stop_is_released_by_those_it_hit(
+    mesh: Mesh, gate: Gate
+) -> None:
+    earlier = mesh.run(gate.wait, ranks=0, wait=False, echo=False)
+    # More than one barrier: gloo may still complete the one that the other ranks had begun.
+    source = "print('begun before the Stop')\nfor _ in range(3):\n    dist.barrier()"
+    future = mesh.run(source, wait=False, echo=False)
+    until(lambda: all("begun before the Stop" in mesh.logs(rank) for rank in (1, 2)))
+    other = attach(mesh.name)
+    other.interrupt()
+    assert isinstance(earlier.exception(DEADLINE_S), CellInterrupted)
+    error = future.exception(DEADLINE_S)
+    other.detach()
+    assert isinstance(error, CellInterrupted)
     assert error.released == (Released((0,), "barrier at line 3"),)
     works(mesh)
 

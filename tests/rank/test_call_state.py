@@ -47,6 +47,15 @@ class Rank:
         self.state.ended(call, "cell", Outcome(status=status, error=error), now=2.0)
 
 
+def test_a_call_has_begun_from_its_beginning_on_and_not_while_it_is_queued() -> None:
+    rank = Rank()
+    rank.begin(A)
+    rank.state.ranks_left(B, [left(1)])  # B is queued, or was cancelled
+    assert (rank.state.has_begun(A), rank.state.has_begun(B)) == (True, False)
+    rank.end(A)
+    assert rank.state.has_begun(A)
+
+
 def test_a_call_that_ends_well_holds_nothing() -> None:
     rank = Rank()
     assert rank.begin(A) == ()

@@ -126,6 +126,12 @@ def test_a_stop_of_all_ranks_that_still_run_it_stops_a_call() -> None:
     assert (call.is_stopped, call.stopping_ranks, call.stop_deadline) == (True, {0, 1, 2}, 3.0)
 
 
+def test_a_stop_that_lets_queued_calls_begin_stops_no_call() -> None:
+    call = Table().call
+    call.stop(RANKS, 2.0, ends_queued=False)
+    assert (call.is_stopped, call.stopping_ranks) == (False, set(RANKS))
+
+
 def test_a_question_waits_for_its_client_and_nobody_waits_without_one() -> None:
     table = Table()
     asked = messages.InputRequest(call=C1, rank=2, prompt="?", password=False)

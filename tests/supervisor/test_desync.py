@@ -111,6 +111,9 @@ def test_answers_come_as_plain_data_and_a_rank_without_one_is_left_out() -> None
         ({"last_status": "ok"}, True),
         ({"last_status": "ok", "is_idle": False}, False),
         ({"is_idle": False, "is_held_or_idle": False}, False),
+        ({"last_call": "c0", "last_status": "ok", "has_begun": False}, True),  # it was taken out of the queue
+        ({"last_call": "c0", "has_begun": False, "is_idle": False, "is_held_or_idle": False}, False),
+        ({"last_call": "c0", "has_begun": False, "has_other_collective_threads": True}, False),
     ],
 )
 def test_a_rank_has_left_a_call_when_nothing_of_it_can_come_to_a_collective(

@@ -644,6 +644,25 @@ def test_a_stop_of_one_rank_leaves_the_others_to_be_released() -> None:
     assert messages_of(world.answer(steps, {1: world.position(1, last_status="interrupted")}), messages.RanksLeft)
 
 
+def test_a_rank_that_was_stopped_before_it_began_is_said_to_have_left() -> None:
+    world = World()
+    world.run()
+    world.say(messages.Interrupt(ranks=(0,)))
+    steps = progressed(world, 0)
+    position = world.position(0, last_call="form-2", last_status="ok", has_begun=False)
+    assert messages_of(world.answer(steps, {0: position}), messages.RanksLeft)[0].ranks == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("stopped_by", "asked"), [("one", False), ("two", True)])
+def test_only_a_stop_that_also_ends_queued_calls_leaves_no_rank_to_be_released(stopped_by: str, asked: bool) -> None:
+    world = World()
+    world.join("two")
+    world.run("one-1")
+    world.say(messages.Interrupt(ranks=(0, 1, 2, 3)), client=stopped_by)
+    steps = world.host(messages.CallProgressed(call="one-1", done=(1,)))
+    assert bool(messages_of(steps, messages.QueryPositions)) is asked
+
+
 def test_it_can_be_switched_off() -> None:
     world = World(start=False)
     world.spec = messages.MeshSpec(axes={"rank": 4}, end_on_error=False)

@@ -189,19 +189,20 @@ class RankGroups:
     def position(self, about: CallId) -> RankPosition:
         """Return this rank's position in the order of its collectives."""
         state, groups = self._state, self._groups
-        running, finished = state.running_call_id, state.finished
+        running, finished, has_begun = state.running_call_id, state.finished, state.has_begun(about)
         since = state.seq_before(about, self._last_seq())  # not begun here: it ran no collectives
         labels = [] if groups is None else [group.label for group in groups.table]
         return RankPosition(
             rank=self._config.rank,
             last_call=None if finished is None else finished.call,
             last_status="" if finished is None else finished.outcome.status,
-            cause=state.leave_reason,
+            cause=state.leave_reason if has_begun else f"rank {self._config.rank} was stopped before it began the cell",
             is_held_or_idle=running is None or groups is None or groups.table.is_held,
             is_idle=running is None,
             has_other_collective_threads=positions.has_other_collective_threads(self.ring),
             num_groups_created=0 if groups is None else groups.num_groups_created,
             groups=positions.group_positions(labels, self.ring, since),
+            has_begun=has_begun,
         )
 
     def hold_after(self, about: CallId) -> None:

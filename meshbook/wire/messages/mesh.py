@@ -55,6 +55,7 @@ class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     has_other_collective_threads: bool
     num_groups_created: int  # number of groups that torch has created here
     groups: tuple[GroupPosition, ...]
+    has_begun: bool = True  # the call that the query is about; False: it is queued, or was cancelled before it began
 
 
 class RankInfo(Struct, frozen=True, gc=False):
