@@ -49,7 +49,10 @@ class GroupState:
         failed = [part for part in parts if part.outcome.status != "ok"]
         if failed:
             error = failed[0].outcome.error
-            text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
+            status = failed[0].outcome.status
+            text = status if status != "skipped" else "took no part in time; %mesh why shows what it does"
+            if error is not None:
+                text = f"{error.ename}: {error.evalue}"
             self.status, self.has_failed = "broken", True
             return failure or f"{name_ranks(failed[0].ranks)}: {text}"
         if self.status == "forming":

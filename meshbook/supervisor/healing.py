@@ -13,7 +13,7 @@ from collections.abc import Callable
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
-from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts
+from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.rank_table import RankTable
@@ -21,6 +21,10 @@ from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.startup import MeshStartup
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
+
+# Seconds in which new processes must be up and all groups formed. Ranks wait for each other for 60 s in it; a rank that
+# takes no part at all (it is stuck in what it ran before) must not hold up the others for ever.
+_FORM_TIMEOUT_S = 120.0
 
 
 class Healing:
@@ -101,7 +105,8 @@ class Healing:
             start = messages.StartRanks(spec=spec, ranks=started, world_size=len(self._ranks), host_ranks=host_ranks)
             effects.append(SendToHosts((host,), start))
         self._groups.has_failed = False
-        return [*effects, *self._scheduler.form_groups(now, self._groups_formed)]
+        effects += self._scheduler.form_groups(now, self._groups_formed)
+        return [*effects, SetTimer(f"abandon form-{self._groups.generation}", _FORM_TIMEOUT_S)]
 
     def _groups_formed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         attempt = self._attempt

@@ -121,6 +121,17 @@ def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_anothe
     assert start.ranks == (2,)
 
 
+def test_a_rank_that_takes_no_part_in_forming_groups_does_not_hold_up_the_others_for_ever() -> None:
+    mesh = LostRank()
+    begun = mesh.heal()
+    (form,) = messages_of(begun, messages.FormGroups)
+    (timer,) = [step for step in begun if isinstance(step, s.SetTimer)]
+    (end,) = messages_of(mesh.state.timer_fired(timer.name, mesh.now), messages.EndCall)
+    assert end.call == form.call
+    text = refusal(mesh.finish(form.call, ranks=(2,), status="skipped"))
+    assert "rank 2: took no part in time; %mesh why shows what it does" in text
+
+
 @pytest.mark.parametrize("victim", [1, 3], ids=["the new rank", "another rank"])
 def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: int) -> None:
     mesh = LostRank(cells=[{"source": "import a"}])
