@@ -50,7 +50,7 @@ class GroupState:
         if failed:
             error = failed[0].outcome.error
             status = failed[0].outcome.status
-            text = status if status != "skipped" else "took no part in time; %mesh why shows what it does"
+            text: str = status if status != "skipped" else "took no part in time; %mesh why shows what it does"
             if error is not None:
                 text = f"{error.ename}: {error.evalue}"
             self.status, self.has_failed = "broken", True
