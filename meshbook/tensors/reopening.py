@@ -46,8 +46,9 @@ def reopen(engine: Closed) -> None:
         return  # of what is being issued, the first part is lost: its error is raised
     replies = _replies(sender.ask(first_op=0, ops=_NO_OPS, fetch=messages.Fetch(mode="heals")))
     num_heals = {reply["heals"] for reply in replies}
-    if len(num_heals) > 1 or (sender.num_batches and num_heals == {sender.num_heals}):
-        sender.close_for_good()  # healed without sharing, or nobody is left who held them
+    if len(num_heals) > 1 or (sender.num_batches and max(num_heals) <= sender.num_heals):
+        # Healed without sharing, or nobody is left who held them: new processes begin to count at 0.
+        sender.close_for_good()
         return
     sender.in_flight.wait_until_fewer(1, _ENDED_S)
     sender.cancel_pending()

@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshbook import clock
 from meshbook.errors import CheckpointError
 from meshbook.wire.messages import CheckpointManifest
 from meshbook.wire.processes import ProcessIdentity, is_on_other_host, is_running
@@ -218,7 +218,7 @@ def _is_dead(folder: Path) -> bool:
         owner = None
     if owner is None or is_on_other_host(owner):
         with contextlib.suppress(OSError):
-            return time.time() - folder.stat().st_mtime > _FOREIGN_LEFTOVER_S
+            return clock.wall() - folder.stat().st_mtime > _FOREIGN_LEFTOVER_S
         return False
     # This process says which of its saves are under way; the caller has left those out.
     return owner.pid == os.getpid() or not is_running(owner)

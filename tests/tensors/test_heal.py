@@ -401,3 +401,17 @@ def test_a_backward_whose_forward_was_before_the_loss_says_so(duo: Mesh) -> None
         loss.backward()
     model(x).sum().backward()
     assert torch.isfinite(next(iter(model.parameters())).grad.sum()).item()
+
+
+def test_tensors_of_a_mesh_that_was_healed_before_and_then_lost_all_ranks_are_gone_and_say_so(duo: Mesh) -> None:
+    x = meshbook.distribute(torch.ones(2), duo)
+    assert x.sum().item() == 2
+    kill(duo, 1)
+    duo.heal()
+    assert (x + 1).sum().item() == 4
+    kill(duo, 0, 1)
+    duo.heal()
+    for _ in range(2):
+        with pytest.raises(RankLost):
+            (x + 1).sum().item()
+    assert (meshbook.distribute(torch.ones(2), duo) + 1).sum().item() == 4
