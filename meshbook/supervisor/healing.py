@@ -180,7 +180,7 @@ class Healing:
             missing=attempt.missing,
         )
         self._scheduler.is_held = False
-        return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.send_deferred(now)]
+        return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.resume(now)]
 
     def _why_nothing_is_copied(self, attempt: _Attempt) -> str:
         """Return why the new ranks got nothing from others; "" if they were given what the others hold equally."""
@@ -208,7 +208,7 @@ class Healing:
         return [
             self._mesh_changed(),
             *_refuse(attempt.client, attempt.command, text),
-            *self._scheduler.send_deferred(now),
+            *self._scheduler.resume(now),
         ]
 
     def _mesh_changed(self) -> SendToClient:

@@ -218,12 +218,12 @@ class CallScheduler:
         follow_ups = [effect for listener in self.end_listeners for effect in listener(call.id, parts)]
         ended_badly = call.is_sent and (call.is_holding or any(part.outcome.status != "ok" for part in parts))
         if call.is_main_thread and self._groups.status == "ready" and ended_badly:
-            following = self._positions.compare(call, now, self._continue)
+            following = self._positions.compare(call, now, self.resume)
         else:
-            following = self._continue(now)
+            following = self.resume(now)
         return [SendToClient(call.client, finished), *follow_ups, *following]
 
-    def _continue(self, now: float) -> list[Effect]:
+    def resume(self, now: float) -> list[Effect]:
         """Do what waited for the end of a call, or of a comparison of positions."""
         return [*self._reform_groups(now), *self.send_deferred(now)]
 
