@@ -29,6 +29,7 @@ from meshbook.rank.elastic.agreement import (
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.process_groups.groups import ProcessGroups
+from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
 
 _packer = msgspec.msgpack.Encoder()
 _manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot, Manifest])
@@ -152,11 +153,11 @@ class Run:
                 memory = received.allocate(plan.manifests)
             for at, (sender, unit) in enumerate(zip(source.ranks, source.manifest.units, strict=True)):
                 if memory is not None and sender >= 0:
-                    transfer.receive(memory[at], sender)
+                    receive_memory(memory[at], sender)
                 elif rank == sender:
                     assert have is not None  # it was chosen as the source
                     in_own = any(own.digest == unit.digest for own in plan.manifests[rank].units)
-                    transfer.send(have.find(unit.digest, before=not in_own), lost)
+                    send_memory(have.find(unit.digest, before=not in_own), lost)
         if received is not None:
             received.held = msgspec.structs.replace(chosen.snapshot, has_copies=False)
         return received
@@ -167,10 +168,10 @@ class Run:
             if held is None or not held.has_copies:
                 if rank == (at - 1) % len(decision.held):
                     for memory in snapshot.to_send():
-                        transfer.send(memory, at)
+                        send_memory(memory, at)
                 if rank == at:
                     for memory in snapshot.to_receive():
-                        transfer.receive(memory, (at - 1) % len(decision.held))
+                        receive_memory(memory, (at - 1) % len(decision.held))
                     assert snapshot.held is not None  # a complete one
                     snapshot.held = msgspec.structs.replace(snapshot.held, has_copies=True)
 

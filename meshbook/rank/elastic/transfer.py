@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-_MAX_PIECE_BYTES = 1 << 30  # of one send
+from meshbook.rank.process_groups.memory_transfer import split_memory
 
 
 def gather(data: bytes) -> list[bytes]:
@@ -38,22 +38,8 @@ def wait_for_all() -> None:
 def pass_on(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
     """Send memory to the next rank, and receive what the rank before sends. Blocks until both are done."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    works = [dist.isend(piece, (rank + 1) % size) for piece in _pieces(outgoing)]
-    works += [dist.irecv(piece, (rank - 1) % size) for piece in _pieces(incoming)]
+    works = [dist.isend(piece, (rank + 1) % size) for piece in split_memory(outgoing)]
+    works += [dist.irecv(piece, (rank - 1) % size) for piece in split_memory(incoming)]
     for work in works:
         assert work is not None  # this rank is a member of the world
         work.wait()
-
-
-def send(memory: torch.Tensor, to: int) -> None:
-    for piece in _pieces([memory]):
-        dist.send(piece, to)
-
-
-def receive(memory: torch.Tensor, source: int) -> None:
-    for piece in _pieces([memory]):
-        dist.recv(piece, source)
-
-
-def _pieces(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [piece for one in memory if len(one) for piece in torch.split(one, _MAX_PIECE_BYTES)]

@@ -18,6 +18,7 @@ from meshbook.rank.process_groups.watched_group import WatchedGroup
 # What a digest may visit; more is not comparable. Tensors count once, whatever their size.
 _MAX_ITEMS = 200_000
 _MAX_DEPTH = 60
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a class statement has made
 _DEFINITIONS = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -185,6 +186,3 @@ class _Digester:
 def _is_made_of_attributes(kind: type) -> bool:
     """Whether instances of a class are Python objects with nothing in C beside their attributes."""
     return all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement

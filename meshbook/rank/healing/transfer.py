@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 from meshbook.errors import TransferError
 from meshbook.rank.healing.contents import has_state
 from meshbook.rank.process_groups.group_table import GroupTable
+from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 from meshbook.wire import pickling
 from meshbook.wire.messages import InlineBuffer, Payload
 from meshbook.wire.pickler import NotSendable
-
-_MAX_PART_BYTES = 1 << 30  # of one send
 
 
 class _Namespace:
@@ -151,8 +150,8 @@ def send(payload: Payload, extra: dict[str, Any], to: int) -> None:
     header = json.dumps({"sizes": [len(part) for part in parts], "extra": extra}).encode()
     dist.send(torch.tensor([len(header)]), to)
     for part in (header, *parts):
-        for start in range(0, len(part), _MAX_PART_BYTES):
-            dist.send(torch.frombuffer(bytearray(part[start : start + _MAX_PART_BYTES]), dtype=torch.uint8), to)
+        if part:  # torch has no tensor on an empty buffer
+            send_memory(torch.frombuffer(bytearray(part), dtype=torch.uint8), to)
 
 
 def receive(source: int) -> tuple[Payload, dict[str, Any]]:
@@ -166,6 +165,5 @@ def receive(source: int) -> tuple[Payload, dict[str, Any]]:
 
 def _receive_bytes(size: int, source: int) -> bytes:
     found = torch.empty(size, dtype=torch.uint8)
-    for start in range(0, size, _MAX_PART_BYTES):
-        dist.recv(found[start : start + _MAX_PART_BYTES], source)
+    receive_memory(found, source)
     return found.numpy().tobytes()
