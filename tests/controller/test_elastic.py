@@ -15,7 +15,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
-from tests.controller.elastic_training import CELL, curve, set_up, train_with_kills
+from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
 from tests.controller.test_run import when
 
 
@@ -131,6 +131,32 @@ def test_two_ranks_that_are_lost_are_made_good_where_state_is_replicated(mesh: M
     mesh.heal()
     mesh.run(CELL)
     assert curve(mesh) == expected
+
+
+def test_a_model_that_no_setup_cell_builds_is_had_where_the_loss_left_the_others_unlike(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    expected = expected_curve(mesh)
+    mesh.run("del model, opt, schedule", setup=True)
+    mesh.run(MODELS["ddp"] + OPTIMIZER)
+    # as a step that only rank 0 has done
+    cut = once(tmp_path / "cut", "rank == 0 and step == 25", "next(model.parameters()).data.add_(1)")
+    mesh.run(
+        f"EVERY = 10\ndef fault(step):\n    {cut}\n    {once(tmp_path / 'killed', 'rank == 2 and step == 25', KILL)}"
+    )
+    with pytest.raises(RankLost):
+        mesh.run(CELL)
+    healed = mesh.heal()
+    assert "it differs between the other ranks" in healed.missing[2]["model"]
+    # Equal on the others, and of no use without the model: with parameters of its own it would train nothing.
+    assert (
+        healed.missing[2]["opt"] == healed.missing[2]["schedule"] == "it uses `model`, which the new rank does not have"
+    )
+    mesh.run(CELL)
+    assert curve(mesh) == expected
+    assert mesh.run(
+        "opt.param_groups[0]['params'][0] is next(model.parameters()) and schedule.optimizer is opt"
+    ).values.same()
 
 
 def test_a_rank_lost_with_the_next_one_is_an_error_where_each_had_its_own_state(mesh: Mesh) -> None:

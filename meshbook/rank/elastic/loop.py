@@ -27,6 +27,7 @@ from meshbook.rank.elastic.agreement import (
     fold_problems,
 )
 from meshbook.rank.elastic.contents import Part
+from meshbook.rank.elastic.objects import give_objects
 from meshbook.rank.elastic.runs import ElasticRuns, Run
 from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.healing import random_states
@@ -235,6 +236,8 @@ class ElasticLoop(Generic[Batch]):
             )
         decision, snapshot = run.collect(self._rank, options)
         run.complete_copies(self._rank, snapshot, decision)
+        if decision.lacking:
+            give_objects(self._names, decision.lacking, self._rank, runs.namespace, runs.groups)
         if decision.is_own_loop:
             run.call, run.source = runs.call, runs.source_digest()
         run.is_open, run.loop, run.reached = True, decision.snapshot.loop, decision.reached

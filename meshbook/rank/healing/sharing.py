@@ -65,12 +65,7 @@ def share_state(
     reply: dict[str, Any] = {"restored": {}, "missing": {}}
     for new in command.new_ranks:
         choices = choose_sources(old, every[new], new, axes, command.rank_dependent) if old else {}
-        for source in sorted({choice.source for choice in choices.values() if choice.source is not None}):
-            chosen = {name: choice for name, choice in choices.items() if choice.source == source}
-            if rank == source:
-                _send(chosen, held, every[new], new, namespace, randoms, groups)
-            elif rank == new:
-                _receive(chosen, source, namespace, groups, reply)
+        _share_names(choices, old, every[new], (rank, new), namespace, randoms, groups, reply)
         if rank == new:
             missing = {name: choice.why for name, choice in choices.items() if choice.source is None}
             reply["missing"] |= {name: why for name, why in missing.items() if _is_worth_saying(name)}
@@ -84,6 +79,33 @@ def share_state(
         reply["missing"][_count_tensors(count, reply["missing"])] = why
     reply["missing"] |= {f"module {key}": f"could not be built: {why}" for key, why in unbuilt.items()}
     return reply
+
+
+def _share_names(
+    choices: dict[str, Choice],
+    held: dict[int, dict[str, Held]],
+    theirs: dict[str, Held],
+    ranks: tuple[int, int],
+    namespace: MutableMapping[str, Any],
+    randoms: dict[str, Any],
+    groups: ProcessGroups,
+    reply: dict[str, Any],
+) -> None:
+    """Send what is chosen for a new rank, or receive it.
+
+    Args:
+        held: by the old ranks.
+        theirs: what the new rank holds.
+        ranks: this one, and the new one.
+    """
+    rank, new = ranks
+    for source in sorted({choice.source for choice in choices.values() if choice.source is not None}):
+        chosen = {name: choice for name, choice in choices.items() if choice.source == source}
+        if rank == source:
+            _send(chosen, held[rank], theirs, new, namespace, randoms, groups)
+        elif rank == new:
+            _receive(chosen, source, namespace, groups, reply)
+        theirs = {name: held[source][name] for name in chosen} | theirs
 
 
 def _count_tensors(count: int, named: Collection[str]) -> str:

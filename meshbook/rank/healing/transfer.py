@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ _NAMESPACE = _Namespace()
 class References:
     """The objects of this rank that another one has too, and how a pickle names them.
 
+    A model, optimizer, tensor or generator of another name that the other rank does not have, and is not sent, is an
+    error in a pickle: with a copy of its own, an optimizer would train parameters that no model has.
+
     Args:
         namespace: of the cells.
         shared: names under which the other rank has an object of its own.
@@ -44,24 +47,38 @@ class References:
     """
 
     def __init__(self, namespace: Mapping[str, Any], shared: Collection[str], mesh: DeviceMesh | None) -> None:
-        self._namespace, self._mesh = namespace, mesh
+        self._namespace, self._mesh, self._shared = namespace, mesh, frozenset(shared)
+        self._absent: dict[int, str] = {}
         self._keys: dict[int, str] = {id(_NAMESPACE): "namespace:"}
         if mesh is not None:
             self._keys[id(mesh)] = "name:mesh"
         for name in shared:
             value = namespace.get(name)
             if isinstance(value, torch.nn.Module):
-                for fqn, tensor in (*value.named_parameters(), *value.named_buffers()):
-                    self._keys.setdefault(id(tensor), f"tensor:{name}:{fqn}")
-                for fqn, module in value.named_modules():
-                    self._keys.setdefault(id(module), f"module:{name}:{fqn}")
+                for kind, fqn, part in _parts_of(value):
+                    self._keys.setdefault(id(part), f"{kind}:{name}:{fqn}")
             elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or has_state(value):
                 self._keys.setdefault(id(value), f"name:{name}")
+
+    def set_bundle(self, bundle: Mapping[str, Any]) -> None:
+        """Take these values for what is sent together."""
+        self._absent = {}
+        for name, value in self._namespace.items():
+            if name[:1] != "_" and name not in self._shared and name not in bundle and has_identity(value):
+                self._absent[id(value)] = name
+                self._absent |= {id(part): name for _, _, part in _parts_of(value)}
+        for value in bundle.values():
+            self._absent.pop(id(value), None)
+            for _, _, part in _parts_of(value):
+                self._absent.pop(id(part), None)
 
     def key_of(self, thing: object) -> str | None:
         if isinstance(thing, WatchedGroup):
             return f"group:{thing.label.name}"
-        return self._keys.get(id(thing))
+        key = self._keys.get(id(thing))
+        if key is None and (name := self._absent.get(id(thing))) is not None:
+            raise NotSendable(f"it uses `{name}`, which the new rank does not have")
+        return key
 
     def reduce(self, thing: Any) -> Any:
         """Return how an object is pickled; NotImplemented: as usual."""
@@ -79,6 +96,20 @@ class References:
             arguments = thing.__code__, _NAMESPACE, thing.__name__, thing.__defaults__, thing.__closure__
             return types.FunctionType, arguments, {**vars(thing), "__kwdefaults__": thing.__kwdefaults__}
         return NotImplemented
+
+
+def has_identity(value: object) -> bool:
+    """Whether a copy of an object is no substitute for it where several names use it."""
+    return isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator)) or has_state(value)
+
+
+def _parts_of(value: object) -> Iterator[tuple[str, str, object]]:
+    """Yield ("tensor" or "module", its name, itself) for what a module consists of."""
+    if isinstance(value, torch.nn.Module):
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield "tensor", name, tensor
+        for name, module in value.named_modules():
+            yield "module", name, module
 
 
 def _rebuild_dtensor(
@@ -122,19 +153,26 @@ def pickle_bundle(bundle: dict[str, Any], references: References) -> tuple[Paylo
     """Pickle values together, so that what they share is shared on the other side.
 
     Returns:
-        the payload, and by name why values that cannot be pickled are not in it.
+        the payload, and by name why values that cannot be pickled are not in it; they are taken out of the bundle.
     """
-    try:
-        return _pickle(bundle, references), {}
-    except TransferError:
-        dropped: dict[str, str] = {}
-        for name, value in list(bundle.items()):
-            try:
-                _pickle(value, references)
-            except TransferError as error:
-                dropped[name] = str(error)
+    dropped: dict[str, str] = {}
+    while True:
+        references.set_bundle(bundle)
+        try:
+            return _pickle(bundle, references), dropped
+        except TransferError:
+            found: dict[str, str] = {}
+            for name, value in bundle.items():
+                try:
+                    _pickle(value, references)
+                except TransferError as error:
+                    why = error.__cause__
+                    found[name] = str(why if isinstance(why, NotSendable) else error)
+            if not found:
+                raise
+            for name in found:
                 del bundle[name]
-        return _pickle(bundle, references), dropped
+            dropped |= found
 
 
 def _pickle(value: Any, references: References) -> Payload:
