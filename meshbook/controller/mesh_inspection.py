@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 from meshbook.controller import reports
 from meshbook.controller.past_cells import PastCell, fetch_past_cells
 from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
+from meshbook.errors import UsageError
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_selection
 from meshbook.wire import messages
+from meshbook.wire.messages import Folding
 
 
 class MeshInspection:
@@ -46,6 +48,19 @@ class MeshInspection:
     def session(self) -> Session:
         """The session that all views of this mesh share."""
         return self._session
+
+    @property
+    def fold(self) -> Folding:
+        """Which lines of several ranks are shown as one: "numbers" (the default: equal lines, and lines that differ
+        only in numbers), "equal" or "off". Set it; it holds for the cells that this process runs from then on.
+        """
+        return self._session.fold
+
+    @fold.setter
+    def fold(self, lines: Folding) -> None:
+        if lines not in get_args(Folding):
+            raise UsageError(f'mesh.fold is "numbers", "equal" or "off", not {lines!r:.40}')
+        self._session.fold = lines
 
     # ---- reports
 

@@ -59,6 +59,7 @@ class Session:
         self.extras: dict[str, Any] = {}
         self._ended_event = threading.Event()
         self._last_cell_number = self.info.cells_run
+        self.fold: messages.Folding = "numbers"
         connection.listeners.ranks_changed.append(self._ranks_changed)
         connection.listeners.mesh_stopped.append(self._mesh_stopped)
         connection.listeners.segments_released.append(self.transfer.on_segments_released)
@@ -193,7 +194,12 @@ class Session:
             self._last_cell_number += 1
             number = self._last_cell_number
         return messages.RunCell(
-            call=self.connection.next_call_id(), ranks=ranks, source=source, execution_count=number, **options
+            call=self.connection.next_call_id(),
+            ranks=ranks,
+            source=source,
+            execution_count=number,
+            fold=self.fold,
+            **options,
         )
 
     def call_command(

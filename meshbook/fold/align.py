@@ -36,7 +36,7 @@ from meshbook.fold.numbers import fold
 from meshbook.fold.source_queue import LOOKAHEAD, SourceQueue
 from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
-from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice
+from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Folding, Line, Notice
 
 
 class Aligner:
@@ -47,10 +47,17 @@ class Aligner:
         per_entry_ranks: whether an entry may come from only some of its source's ranks.
         limit_chars: of one source's queue at `pop_ready`; the excess is dropped from the middle and a notice says so.
         mergeable: whether lines retain the numbers of each rank, so that they can be folded again.
+        folding: "equal": lines that differ in numbers are not folded; "off": no lines are.
     """
 
     def __init__(
-        self, sources: Iterable[tuple[int, Ranks]], *, per_entry_ranks: bool, limit_chars: int, mergeable: bool
+        self,
+        sources: Iterable[tuple[int, Ranks]],
+        *,
+        per_entry_ranks: bool,
+        limit_chars: int,
+        mergeable: bool,
+        folding: Folding = "numbers",
     ) -> None:
         self._templates = LineTemplates()
         self._queues = {
@@ -58,7 +65,7 @@ class Aligner:
             for source, ranks in sorted(sources)
         }
         self._lag = LagDetector(self._queues.values(), self._templates)
-        self._mergeable = mergeable
+        self._mergeable, self._folding = mergeable, folding
         self._union_cache: dict[tuple[Ranks, ...], Ranks] = {}
         self.unterminated_line: Line | None = None  # the last emitted line that arrived without a line end
 
@@ -102,17 +109,19 @@ class Aligner:
 
     def pop_ready(self, now: float, *, final: bool, max_age_s: float, max_chars: int | None = None) -> list[FoldedItem]:
         """Pop and return what can be emitted now; with `final`, everything. Stops after `max_chars` of text."""
-        out: list[FoldedItem] = []
         queues = list(self._queues.values())
-        num_counted = 0
         _enforce_limit(queues, now)
+        if self._folding == "off":
+            return self._pop_by_source(queues, max_chars)
+        out: list[FoldedItem] = []
+        num_counted = 0
         while waiting := [queue for queue in queues if queue.start < len(queue.entries)]:
             if max_chars is not None:
                 if max_chars <= 0:
                     break
                 max_chars -= sum(len(item.text) + 1 for item in out[num_counted:] if isinstance(item, Line))
                 num_counted = len(out)
-            missing = not final and len(waiting) < len(queues) and any(not q.finished for q in queues if not len(q))
+            missing = not final and len(waiting) < len(queues) and _is_any_awaited(queues)
             front = waiting[0].front
             all_equal = [queue.entries[queue.start] for queue in waiting].count(front) == len(waiting)
             if all_equal and not missing:
@@ -129,6 +138,17 @@ class Aligner:
             if chosen is None:
                 break
             self._emit_front(chosen, out)
+        return out
+
+    def _pop_by_source(self, queues: Sequence[SourceQueue], max_chars: int | None) -> list[FoldedItem]:
+        """Pop what there is, of each source by itself."""
+        out: list[FoldedItem] = []
+        for queue in sorted((queue for queue in queues if len(queue)), key=lambda queue: queue.oldest_arrival):
+            if max_chars is not None and max_chars <= 0:
+                break
+            before = queue.num_chars
+            self._emit_run([queue], _run_length([queue], max_chars), out)
+            max_chars = None if max_chars is None else max_chars - (before - queue.num_chars)
         return out
 
     def _choose_group(self, waiting: list[SourceQueue], ready: bool) -> list[SourceQueue] | None:
@@ -172,16 +192,17 @@ class Aligner:
             out.append(_pop_truncations(group))
             return
         templates = [self._templates(entry) for entry in entries]
-        folded = fold(
-            [
-                member_of(entry, queue.ranks_at(queue.start), template)
-                for entry, queue, template in zip(entries, group, templates, strict=True)
-            ]
-        )
+        folded = None
+        if self._folding == "numbers":
+            folded = fold(
+                [
+                    member_of(entry, queue.ranks_at(queue.start), template)
+                    for entry, queue, template in zip(entries, group, templates, strict=True)
+                ]
+            )
         if folded is None:
-            # Rows of data: shown unchanged, with the rows of one rank together.
             self._lag.is_aligned = False
-            self._emit_run([queue for queue in group if queue.front == entries[0]], 1, out)
+            self._emit_rows(group, out)
             return
         lagging = self._lag.select_lagging(group)
         if len(lagging) < len(group):
@@ -194,6 +215,22 @@ class Aligner:
         self._lag.note_emitted(group, entries[:1])
         for queue, entry in zip(group, entries, strict=True):
             queue.pop(1, num_chars_of(entry))
+
+    def _emit_rows(self, group: list[SourceQueue], out: list[FoldedItem]) -> None:
+        """Emit the fronts of a group, which are not folded, unchanged, with the rows of one rank together."""
+        key = self._templates(group[0].front).key
+        while group:
+            first = group[0]
+            same = [queue for queue in group if queue.front == first.front]
+            length = 1
+            while (
+                length < min(LOOKAHEAD, *map(len, same))
+                and self._templates(row := first.entries[first.start + length]).key == key
+                and all(queue.entries[queue.start + length] == row for queue in same)
+            ):
+                length += 1
+            self._emit_run(same, length, out)
+            group = [queue for queue in group if queue not in same]
 
     def _emit_run(self, group: list[SourceQueue], length: int, out: list[FoldedItem]) -> None:
         """Emit the first entries of a group, which are equal in all of its queues."""
@@ -230,6 +267,11 @@ class Aligner:
                 self._union_cache.clear()
             union = self._union_cache[rank_sets] = tuple(sorted({rank for ranks in rank_sets for rank in ranks}))
         return union
+
+
+def _is_any_awaited(queues: Sequence[SourceQueue]) -> bool:
+    """Whether a source without entries may still have some."""
+    return any(not queue.finished for queue in queues if not len(queue))
 
 
 def _run_length(waiting: Sequence[SourceQueue], max_chars: int | None) -> int:

@@ -4,7 +4,7 @@
 supervisor; `OutputBudget` limits what the front end is sent. All three get the time as an argument and never block.
 
 The order of each rank's output is preserved. A line waits for the other ranks for at most `max_age_s`. Lines that
-differ only in numbers become one, with the range: `step 10 loss 2.31…2.35 (rank 2: 97.4)`. Every queue is bounded; the
+differ only in numbers become one (`differences`): `step 10 loss {2.31, 2.33, 97.4, 2.35}`. Every queue is bounded; the
 excess is counted, not stored.
 
 A line still in progress after `max_age_s`, such as a progress bar or an unfinished print, is sent as a live line: its
@@ -28,7 +28,7 @@ from meshbook.fold.numbers import FoldMember, fold_all, live_template_of, templa
 from meshbook.fold.source_queue import MAX_OVERFLOW
 from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
-from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, OutputItem, RankDisplay, Text
+from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Folding, Line, OutputItem, RankDisplay, Text
 
 # Seconds that a line waits for other ranks to print it too. Long enough for ranks released by one collective to reach
 # their print on a loaded machine, short enough to look immediate.
@@ -50,18 +50,30 @@ class LineFolder:
         limit_chars: of one rank's waiting text; at a flush the excess is dropped from the middle and a notice says so.
             Between two flushes the text may grow to 4 times that.
         mergeable: whether lines retain each rank's numbers, so that a `FoldMerger` can fold them further.
+        folding: which lines become one.
     """
 
-    def __init__(self, ranks: Iterable[int], *, limit_chars: int = QUEUE_LIMIT_CHARS, mergeable: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        *,
+        limit_chars: int = QUEUE_LIMIT_CHARS,
+        mergeable: bool = False,
+        folding: Folding = "numbers",
+    ) -> None:
         members = sorted(set(ranks))
         self._limit_chars = limit_chars
         self._assemblers: dict[int, dict[StreamName, LineAssembler]] = {
             rank: {stream: LineAssembler() for stream in STREAMS} for rank in members
         }
         self._aligner = Aligner(
-            ((rank, (rank,)) for rank in members), per_entry_ranks=False, limit_chars=limit_chars, mergeable=mergeable
+            ((rank, (rank,)) for rank in members),
+            per_entry_ranks=False,
+            limit_chars=limit_chars,
+            mergeable=mergeable,
+            folding=folding,
         )
-        self._live = _LiveLines(mergeable)
+        self._live = _LiveLines(mergeable, folding)
 
     def feed(self, rank: int, items: Iterable[OutputItem], now: float) -> None:
         """Append what a rank wrote, in order.
@@ -181,14 +193,22 @@ class FoldMerger:
         hosts: each host's ranks in the call.
         limit_chars: of one host's waiting text.
         mergeable: whether lines retain each rank's numbers, for another merger above this one.
+        folding: which lines become one.
     """
 
     def __init__(
-        self, hosts: Mapping[int, Ranks], *, limit_chars: int = 4 * QUEUE_LIMIT_CHARS, mergeable: bool = False
+        self,
+        hosts: Mapping[int, Ranks],
+        *,
+        limit_chars: int = 4 * QUEUE_LIMIT_CHARS,
+        mergeable: bool = False,
+        folding: Folding = "numbers",
     ) -> None:
-        self._aligner = Aligner(hosts.items(), per_entry_ranks=True, limit_chars=limit_chars, mergeable=mergeable)
+        self._aligner = Aligner(
+            hosts.items(), per_entry_ranks=True, limit_chars=limit_chars, mergeable=mergeable, folding=folding
+        )
         self._live_states: dict[int, list[tuple[StreamName, FoldMember]]] = {host: [] for host in hosts}
-        self._live = _LiveLines(mergeable)
+        self._live = _LiveLines(mergeable, folding)
         self._live_changed = False
 
     def feed(self, host: int, items: Iterable[FoldedItem], now: float) -> None:
@@ -253,8 +273,8 @@ class FoldMerger:
 class _LiveLines:
     """The live lines shown last, so that only changes are sent."""
 
-    def __init__(self, mergeable: bool) -> None:
-        self._mergeable = mergeable
+    def __init__(self, mergeable: bool, folding: Folding) -> None:
+        self._mergeable, self._folding = mergeable, folding
         self._shown: set[tuple[StreamName, Ranks, str]] = set()
         self.next_refresh_at = float("-inf")  # earliest time of the next update
         self.stale = False  # a shown line was removed, so the remaining ones must be shown again
@@ -279,18 +299,25 @@ class _LiveLines:
 
     def refresh(self, states: Sequence[tuple[StreamName, FoldMember]], now: float) -> list[FoldedItem]:
         """Replace all live lines by these states; return the lines that are not shown already."""
-        members_by_key: dict[tuple[StreamName, str], list[FoldMember]] = {}
+        members_by_key: dict[tuple[StreamName, object], list[FoldMember]] = {}
         for stream, one in sorted(states, key=lambda state: state[1].ranks):
-            members_by_key.setdefault((stream, live_template_of(one.text).key), []).append(one)
+            members_by_key.setdefault((stream, self._key_of(one)), []).append(one)
         lines: list[Line] = []
         for (stream, _), members in members_by_key.items():
-            lines += [line_of_fold(one, stream, mergeable=self._mergeable, live=True) for one in fold_all(members)]
+            folds = fold_all(members, "ranges")
+            lines += [line_of_fold(one, stream, mergeable=self._mergeable, live=True) for one in folds]
         shown = {(line.stream, line.ranks, line.text) for line in lines}
         new: list[FoldedItem] = [line for line in lines if (line.stream, line.ranks, line.text) not in self._shown]
         self._shown = shown
         self.stale = False
         self.next_refresh_at = now + LIVE_INTERVAL_S
         return new
+
+    def _key_of(self, state: FoldMember) -> object:
+        """Return what states have in common that are folded."""
+        if self._folding == "numbers":
+            return live_template_of(state.text).key
+        return state.text if self._folding == "equal" else state.ranks
 
 
 class OutputBudget:

@@ -80,8 +80,8 @@ def fold_errors(parts: Iterable[OutcomeGroup]) -> tuple[Failure, ...]:
     failures: list[Failure] = []
     for group in errors_by_key.values():
         first = group[0][1]
-        folded = fold([one for one, _ in group], None)
-        assert folded is not None  # as max_varying is None: no limit
+        folded = fold([one for one, _ in group], "short")
+        assert folded is not None  # as it may be shortened
         traceback = first.traceback
         if traceback and folded.text != first.evalue:
             traceback = (*traceback[:-1], _replace_message(traceback[-1], first.evalue, folded.text))

@@ -83,7 +83,9 @@ class OpenCalls:
         return [pending for pending in self._calls.values() if rank in pending.waiting_ranks]
 
     def open(self, command: Any, ranks: Ranks, now: float) -> PendingCall:
-        pending = PendingCall(command.call, command, set(ranks), now, self._folder(ranks))
+        pending = PendingCall(
+            command.call, command, set(ranks), now, self._folder(ranks, getattr(command, "fold", "numbers"))
+        )
         self._calls[command.call] = pending
         return pending
 
@@ -213,8 +215,8 @@ class OpenCalls:
             del self._orphans[orphan.call]
         return _report_output(orphan.call, items)
 
-    def _folder(self, ranks: Ranks) -> LineFolder:
-        return LineFolder(ranks, mergeable=self._mergeable)
+    def _folder(self, ranks: Ranks, folding: messages.Folding = "numbers") -> LineFolder:
+        return LineFolder(ranks, mergeable=self._mergeable, folding=folding)
 
 
 def _report_output(call: str, items: Iterable[messages.FoldedItem]) -> Instructions:

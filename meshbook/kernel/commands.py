@@ -21,10 +21,11 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
-from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
+from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.kernel import checkpoint_commands as checkpoints
-from meshbook.kernel.history import show_history, show_logs
+from meshbook.kernel.chosen_mesh import living_mesh, mesh_named, running_meshes, start_hint
+from meshbook.kernel.history import set_fold, show_history, show_logs
 from meshbook.kernel.magic_command import MagicCommand
 from meshbook.kernel.magic_command import argument as _argument
 from meshbook.kernel.mesh_options import MeshOptions
@@ -133,9 +134,9 @@ def _status(notebook: Notebook, options: argparse.Namespace) -> Table:
         return status_table(fetch_mesh_info(keys.find_connection(options.name)))
     mesh = notebook.meshes[options.name] if options.name else notebook.mesh
     if mesh is None:
-        return Table("This notebook has no mesh yet.", notes=(_start_hint(notebook),))
+        return Table("This notebook has no mesh yet.", notes=(start_hint(notebook),))
     if mesh.session.ended is not None:
-        return Table(f"Mesh {mesh.name} has ended: {mesh.session.ended}.", notes=(_start_hint(notebook),))
+        return Table(f"Mesh {mesh.name} has ended: {mesh.session.ended}.", notes=(start_hint(notebook),))
     return status_table(mesh.status())
 
 
@@ -248,48 +249,14 @@ def _doctor(notebook: Notebook, options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def mesh_named(notebook: Notebook, name: str | None = None) -> Mesh:
-    """Return a mesh of this notebook; None: the current one.
-
-    Raises:
-        NotAttached: there is no current one.
-        MeshNameError: no mesh of this notebook has that name; the message says what would help.
-    """
-    if not name:
-        if notebook.mesh is None:
-            raise NotAttached(f"this notebook has no mesh yet. {_start_hint(notebook)}")
-        return notebook.mesh
-    if name in notebook.meshes:
-        return notebook.meshes[name]
-    if name in _running_meshes(notebook):
-        raise MeshNameError(f"mesh {name!r} runs, but not in this notebook; %mesh attach {name} brings it here")
-    raise MeshNameError(f"no mesh is named {name!r}; this notebook's: {', '.join(notebook.meshes) or 'none'}")
-
-
-def living_mesh(notebook: Notebook) -> Mesh | None:
-    """Return the current mesh, if it has not ended."""
-    mesh = notebook.mesh
-    return mesh if mesh is not None and mesh.session.ended is None else None
-
-
 def suggest(word: str, known: Iterable[str], before: str = "") -> str:
     """Return `did you mean status?`, or an empty string if no known word is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {before}{close[0]}?" if close else ""
 
 
-def _running_meshes(notebook: Notebook) -> list[str]:
-    return [connection.name for connection in keys.list_connections()]
-
-
 def _selected(mesh: Mesh, options: argparse.Namespace) -> Ranks:
     return parse_selection(mesh.grid, " ".join(options.ranks))
-
-
-def _start_hint(notebook: Notebook) -> str:
-    running = [name for name in _running_meshes(notebook) if name not in notebook.meshes]
-    ways = ", ".join(f"%mesh attach {name}" for name in running[-3:])
-    return "Start one with %mesh start -n 4" + (f", or use one that runs: {ways}" if ways else ".")
 
 
 def _describe(mesh: Mesh) -> str:
@@ -352,7 +319,7 @@ COMMANDS = {
         "What each rank does. `%mesh` alone says the same.",
         _status,
         (_NAME,),
-        complete=_running_meshes,
+        complete=running_meshes,
     ),
     "why": MagicCommand(
         "%mesh why",
@@ -388,7 +355,7 @@ COMMANDS = {
     ),
     "list": MagicCommand("%mesh list", "Every mesh of yours on this machine.", _list),
     "attach": MagicCommand(
-        "%mesh attach [NAME]", "Use a mesh that runs already.", _attach, (_NAME,), complete=_running_meshes
+        "%mesh attach [NAME]", "Use a mesh that runs already.", _attach, (_NAME,), complete=running_meshes
     ),
     "detach": MagicCommand(
         "%mesh detach [NAME] [--ttl SECONDS]",
@@ -430,6 +397,13 @@ COMMANDS = {
         "What a rank last printed, also a dead one.",
         lambda notebook, options: show_logs(mesh_named(notebook), options.rank),
         (_argument("rank", nargs="?", type=int),),
+    ),
+    "fold": MagicCommand(
+        "%mesh fold [numbers|equal|off]",
+        "Which lines of several ranks are shown as one.",
+        lambda notebook, options: set_fold(mesh_named(notebook), options),
+        (_argument("lines", nargs="?", choices=("numbers", "equal", "off")),),
+        complete=lambda notebook: ("numbers", "equal", "off"),
     ),
     "show": MagicCommand(
         "%mesh show [RANKS]",

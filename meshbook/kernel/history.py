@@ -1,4 +1,4 @@
-"""`%mesh history` and `%mesh logs`: the cells that ran on a mesh, what one of them showed, and what a rank printed."""
+"""`%mesh history`, `%mesh logs` and `%mesh fold`: which cells ran on a mesh, what was printed, and how it is shown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from meshbook.kernel.notebook import Notebook
 
 _LOG_BYTES_ONE_RANK = 1 << 16
 _LOG_BYTES_PER_RANK = 1 << 12
+_FOLDS = {
+    "numbers": "Lines that are equal, or differ only in numbers, are shown once, with the ranks' numbers.",
+    "equal": "Equal lines of several ranks are shown once; others by rank.",
+    "off": "Each rank's lines are shown by themselves.",
+}
 
 
 def show_history(notebook: Notebook, mesh: Mesh, options: argparse.Namespace) -> Table | None:
@@ -28,6 +33,12 @@ def show_history(notebook: Notebook, mesh: Mesh, options: argparse.Namespace) ->
         others = "an earlier cell" if len(earlier) == 1 else f"{len(earlier)} earlier cells"
         notebook.front_end.show_note(f"{others} had the same number: %mesh history {options.number} --all")
     return None
+
+
+def set_fold(mesh: Mesh, options: argparse.Namespace) -> None:
+    """Set which lines of several ranks are shown as one, or say which are (None)."""
+    mesh.fold = options.lines or mesh.fold
+    print(_FOLDS[mesh.fold])
 
 
 def show_logs(mesh: Mesh, rank: int | None) -> None:

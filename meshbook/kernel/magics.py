@@ -15,7 +15,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from meshbook.errors import MeshbookError, UsageError
-from meshbook.kernel.commands import COMMANDS, living_mesh, mesh_named, suggest
+from meshbook.kernel.chosen_mesh import living_mesh, mesh_named
+from meshbook.kernel.commands import COMMANDS, suggest
 from meshbook.kernel.hints import hide_traceback
 from meshbook.kernel.notebook import Notebook
 

@@ -134,13 +134,15 @@ class CallTable:
         client: str = "",
         label: str = "",
         is_main_thread: bool = True,
+        folding: messages.Folding = "numbers",
     ) -> ActiveCall:
         """Open a call; `on_end` is called when it has ended on every rank, or is abandoned."""
         hosts = self._ranks.hosts_of(ranks)
         merger = None
         if len(self._ranks.hosts) > 1:
             merger = FoldMerger(
-                {host: tuple(rank for rank in ranks if self._ranks.host_of(rank) == host) for host in hosts}
+                {host: tuple(rank for rank in ranks if self._ranks.host_of(rank) == host) for host in hosts},
+                folding=folding,
             )
         output = CallOutputStream(call_id, client, merger, self._monitoring.call_printed)
         call = self._calls[call_id] = ActiveCall(

@@ -78,6 +78,7 @@ class CallScheduler:
             client=client.id,
             label=label,
             is_main_thread=is_main_thread,
+            folding=getattr(command, "fold", "numbers"),
         )
         client.has_called = client.has_called or is_main_thread
         if isinstance(command, messages.RunCell) and not command.silent:

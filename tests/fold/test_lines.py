@@ -60,9 +60,41 @@ def test_it_does_not_wait_once_all_have_said_it():
     assert said(folder.flush(0.01)) == [((0, 1), "a")]
 
 
-def test_lines_that_differ_in_numbers_become_a_range_with_the_outlier_named():
+def test_lines_that_differ_in_numbers_are_one_with_the_number_of_each_rank():
     texts = [f"step 10 loss {loss}\n" for loss in ("2.31", "2.33", "97.4", "2.35")]
-    assert said(final(*texts)) == [((0, 1, 2, 3), "step 10 loss 2.31…2.35 (rank 2: 97.4)")]
+    assert said(final(*texts)) == [((0, 1, 2, 3), "step 10 loss {2.31, 2.33, 97.4, 2.35}")]
+
+
+def test_lines_whose_numbers_do_not_go_into_one_are_shown_rank_by_rank_and_in_step():
+    lines = said(final(*("".join(f"start {n}\npid {100 * n + 7 * rank}\n" for n in range(2)) for rank in range(9))))
+    assert lines == [
+        *[(tuple(range(9)), "start 0"), *(((rank,), f"pid {7 * rank}") for rank in range(9))],
+        *[(tuple(range(9)), "start 1"), *(((rank,), f"pid {100 + 7 * rank}") for rank in range(9))],
+    ]
+
+
+def test_folding_can_be_limited_to_equal_lines_and_turned_off():
+    texts = [f"same\nloss {rank}.5\nsame again\n" for rank in range(2)]
+    assert said(final(*texts, folding="equal")) == [
+        ((0, 1), "same"), ((0,), "loss 0.5"), ((1,), "loss 1.5"), ((0, 1), "same again"),
+    ]  # fmt: skip
+    by_rank = said(final(*texts, folding="off"))
+    assert by_rank == [((rank,), line) for rank in range(2) for line in texts[rank].splitlines()]
+
+
+@pytest.mark.parametrize(("folding", "shown"), [("equal", [((0, 1), "a 1"), ((2,), "a 2")]), ("off", None)])
+def test_lines_in_progress_are_folded_as_others_are(folding, shown):
+    folder = LineFolder(range(3), folding=folding)
+    for rank, text in enumerate(("a 1", "a 1", "a 2")):
+        folder.feed(rank, [out(text)], 0.0)
+    assert live(folder.flush(0.2)) == (shown or [((0,), "a 1"), ((1,), "a 1"), ((2,), "a 2")])
+
+
+def test_a_table_keeps_its_columns():
+    rows = [[f"│ {row} │ {row * rank} │\n" for row in range(3)] for rank in range(2)]
+    assert said(final(*map("".join, rows))) == [
+        ((0, 1), "│ 0 │ 0 │"), ((0,), "│ 1 │ 0 │"), ((0,), "│ 2 │ 0 │"), ((1,), "│ 1 │ 1 │"), ((1,), "│ 2 │ 2 │"),
+    ]  # fmt: skip
 
 
 def test_lines_that_differ_in_words_stay_apart():
@@ -226,7 +258,7 @@ def test_what_a_rank_missed_is_forgotten_once_it_is_in_step():
     # The next epoch: rank 1's line is that of the last epoch's step 1, which rank 1 missed, to the letter.
     folder.feed(0, [out("step 1 loss 1.0\n")], 0.4)
     folder.feed(1, [out("step 1 loss 2.0\n")], 0.4)
-    assert said(folder.flush(0.4)) == [((0, 1), "step 1 loss 1.0…2.0")]
+    assert said(folder.flush(0.4)) == [((0, 1), "step 1 loss {1.0, 2.0}")]
 
 
 def test_a_rank_that_missed_a_step_is_not_taken_for_late():
@@ -247,7 +279,7 @@ def test_a_backlog_out_of_step_is_brought_into_step():
     assert said(folder.flush(1.0)) == [
         ((1,), "step 1 loss 1.7"),
         ((1,), "step 2 loss 2.7"),
-        *(((0, 1), f"step {step} loss {step}.5…{step}.7") for step in range(3, 8)),
+        *(((0, 1), f"step {step} loss {{{step}.5, {step}.7}}") for step in range(3, 8)),
     ]
 
 

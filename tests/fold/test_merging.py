@@ -75,18 +75,24 @@ def test_lines_that_all_hosts_sent_are_one():
     assert merged(TWO_HOSTS, ["a\nb\n"] * 4) == [line("a", 0, 1, 2, 3), line("b", 0, 1, 2, 3)]
 
 
-def test_ranges_of_hosts_become_one_range_and_the_outlier_is_found_among_all():
-    texts = [f"loss {loss}\n" for loss in ("2.31", "97.4", "2.33", "2.35")]
-    first = host_fold((0, 1), texts)
-    assert said(first) == [((0, 1), "loss 2.31…97.4")]  # of two values neither is off
-    assert merged(TWO_HOSTS, texts) == [line("loss 2.31…2.35 (rank 1: 97.4)", 0, 1, 2, 3)]
+def test_numbers_of_hosts_become_one_range_and_the_outlier_is_found_among_all():
+    texts = [f"loss {loss}\n" for loss in ("2.31", "97.4", "2.33", "2.35", "2.34", "2.32")]
+    hosts = {0: (0, 1, 2), 1: (3, 4, 5)}
+    assert said(host_fold((0, 1, 2), texts)) == [((0, 1, 2), "loss {2.31, 97.4, 2.33}")]
+    assert merged(hosts, texts) == [line("loss 2.31…2.35 (median 2.33, rank 1: 97.4)", *range(6))]
+
+
+def test_what_does_not_go_into_one_line_stays_as_the_hosts_have_folded_it():
+    texts = [f"pid {7 * rank}\n" for rank in range(10)]
+    lines = merged({0: tuple(range(5)), 1: tuple(range(5, 10))}, texts)
+    assert lines == [line("pid {0, 7, 14, 21, 28}", *range(5)), line("pid {35, 42, 49, 56, 63}", *range(5, 10))]
 
 
 def test_what_goes_to_the_client_carries_no_numbers_of_ranks():
     (one,) = merged(TWO_HOSTS, [f"loss {rank}\n" for rank in range(4)])
     assert (one.first_text, one.varying_numbers) == ("", ())
     (one,) = merged({0: (0, 1)}, ["loss 1\n", "loss 2\n"])
-    assert (one.text, one.first_text, one.varying_numbers) == ("loss 1…2", "", ())
+    assert (one.text, one.first_text, one.varying_numbers) == ("loss {1, 2}", "", ())
 
 
 def test_a_merger_below_another_one_keeps_them():
@@ -149,10 +155,13 @@ def test_a_host_that_was_late_is_not_folded_with_the_next_step():
         return host_fold(TWO_HOSTS[host], texts)
 
     merger.feed(0, fold_of(0, 1), 0.0)
-    assert said(merger.flush(1.0)) == [((0, 1), "step 1 loss 1.0…1.1")]
+    assert said(merger.flush(1.0)) == [((0, 1), "step 1 loss {1.0, 1.1}")]
     merger.feed(1, fold_of(1, 1) + fold_of(1, 2), 1.0)
     merger.feed(0, fold_of(0, 2), 1.0)
-    assert said(merger.flush(1.0)) == [((2, 3), "step 1 loss 1.2…1.3"), ((0, 1, 2, 3), "step 2 loss 2.0…2.3")]
+    assert said(merger.flush(1.0)) == [
+        ((2, 3), "step 1 loss {1.2, 1.3}"),
+        ((0, 1, 2, 3), "step 2 loss {2.0, 2.1, 2.2, 2.3}"),
+    ]
 
 
 def test_a_flood_of_a_host_is_bounded_and_told_of():

@@ -66,11 +66,11 @@ def test_the_failure_of_most_ranks_comes_first():
     assert failures == [("ValueError", (1, 2)), ("KeyError", (0,))]
 
 
-def test_messages_that_differ_in_numbers_are_one_failure_with_their_range():
+def test_messages_that_differ_in_numbers_are_one_failure_with_the_numbers_of_each():
     parts = fold(*(failed("ValueError", f"rank {rank} has {2 * rank} rows") for rank in range(3)))
     (failure,) = fold_errors(parts)
-    assert failure.evalue == "rank 0…2 has 0…4 rows"
-    assert failure.traceback == ("Traceback", "ValueError: rank 0…2 has 0…4 rows")
+    assert failure.evalue == "rank 0…2 has {0, 2, 4} rows"
+    assert failure.traceback == ("Traceback", "ValueError: rank 0…2 has {0, 2, 4} rows")
     assert failure.ranks == (0, 1, 2)
 
 

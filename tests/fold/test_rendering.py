@@ -106,7 +106,7 @@ def test_many_different_numbers_are_a_range_with_the_outlier_named():
     assert shown(*(str(rank) for rank in range(256))) == "0…255"
     losses = [f"{2.31 + rank / 1000:.3f}" for rank in range(20)]
     losses[7] = "97.4"
-    assert shown(*losses) == "2.310…2.329 (rank 7: 97.4)"
+    assert shown(*losses) == "2.310…2.329 (median 2.320, rank 7: 97.4)"
 
 
 def test_many_different_words_are_counted():

@@ -242,8 +242,21 @@ def test_equal_lines_come_once_and_others_with_their_ranks(shared: FrontEnd) -> 
     assert shared.run("print('same')\nprint('one of them') if rank == 1 else None").stdout == "same\n[1] one of them\n"
 
 
-def test_lines_that_differ_in_a_number_come_as_one_with_the_range(shared: FrontEnd) -> None:
-    assert shared.run("print(f'loss {rank + 1}.5')").stdout == "loss 1.5…2.5\n"
+def test_lines_that_differ_in_a_number_come_as_one_with_the_number_of_each_rank(shared: FrontEnd) -> None:
+    assert shared.run("print(f'loss {rank + 1}.5')").stdout == "loss {1.5, 2.5}\n"
+
+
+def test_folding_can_be_limited_to_equal_lines_and_turned_off(shared: FrontEnd) -> None:
+    cell = "print('same')\nprint(f'loss {rank + 1}.5')"
+    assert "Equal lines" in shared.run("%mesh fold equal").stdout
+    assert shared.run(cell).stdout == "same\n[0] loss 1.5\n[1] loss 2.5\n"
+    shared.run("%mesh fold off")
+    by_rank = shared.run(cell).stdout.splitlines()
+    assert [line for line in by_rank if line.startswith("[0]")] == ["[0] same", "[0] loss 1.5"]
+    assert [line for line in by_rank if line.startswith("[1]")] == ["[1] same", "[1] loss 2.5"]
+    assert len(by_rank) == 4
+    assert "with the ranks' numbers" in shared.run("%mesh fold numbers").stdout
+    assert shared.run(cell).stdout == "same\nloss {1.5, 2.5}\n"
 
 
 def test_what_c_code_writes_to_the_descriptors_is_shown(shared: FrontEnd) -> None:

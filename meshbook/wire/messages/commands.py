@@ -8,6 +8,9 @@ from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.mesh import MeshSpec
 from meshbook.wire.messages.payloads import Message, Payload
 
+# Which lines of several ranks become one: equal ones and those that differ in numbers, equal ones only, or none.
+Folding = Literal["numbers", "equal", "off"]
+
 
 class Hello(Message):
     """The first message of every connection. A peer that has not shown the token can send nothing else."""
@@ -40,6 +43,7 @@ class RunCell(Message):
     allow_input: bool = False  # input() may prompt the client
     setup: bool = False  # stored, and run again on ranks that join
     inline_limit: int = 0  # the outcome includes the value if it pickles to at most this many bytes
+    fold: Folding = "numbers"
 
 
 class CallFunction(Message):
