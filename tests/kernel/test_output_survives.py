@@ -11,12 +11,13 @@ from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
 
 NUM_LINES = 400
-# Numbered lines, some hundreds per second, so that the kernel dies in the middle of them.
-COUNTS = f"for n in range({NUM_LINES}):\n    print('line', n, flush=True)\n    time.sleep(0.004)\n"
+# Numbered lines, some hundreds per second, so that the kernel dies in the middle of them. Of one rank: how those of two
+# are folded depends on how far the ranks are apart.
+COUNTS = f"for n in range({NUM_LINES} if rank == 0 else 0):\n    print('line', n, flush=True)\n    time.sleep(0.004)\n"
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"^line (\d+)$", text, re.MULTILINE)]
+    return [int(number) for number in re.findall(r"^\[0\] line (\d+)$", text, re.MULTILINE)]
 
 
 def again(front: FrontEnd, *, kill: bool = True) -> FrontEnd:
