@@ -31,7 +31,7 @@ from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
 from meshbook.host.starter import RankProcess
 from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
-from meshbook.wire.process_control import ACTORS_GRACE_S
+from meshbook.wire.process_control import ACTORS_GRACE_S, kill_process_group
 
 log = logging.getLogger("meshbook.host")
 
@@ -288,8 +288,11 @@ class HostAgent:
         self._check_all_exited()
 
     def fork_server_exited(self, cause: str) -> None:
+        pids = self._processes.pids()
+        for pid in pids:  # what the ranks have started lives on: the fork server would have ended it
+            kill_process_group(pid)
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
-        ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in self._processes.pids()]
+        ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in pids]
         for rank in ranks:
             self._conclude_exit(rank)
 

@@ -56,7 +56,7 @@ class InterruptGate:
         self._raised_at = float("-inf")
         self._requested_call: str | None = None  # the last argument of `interrupt_call`
         self._interrupted_call: str | None = None  # the last call in which a KeyboardInterrupt was raised
-        self._postponed = PostponedInterrupt(monotonic, ends_calls=True)
+        self._postponed = PostponedInterrupt(ends_calls=True)
         self._is_deciding = False
         self._pid = 0  # of the process that it is installed in; a child of it may have inherited this gate
         self._handlers: dict[int, Any] = {

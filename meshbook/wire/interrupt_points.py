@@ -11,14 +11,14 @@ from __future__ import annotations
 import dis
 import functools
 import threading
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Final
 
-# Seconds after which an interrupt no longer waits for the end of such code.
-POSTPONE_LIMIT_S: Final = 1.5
-# The same, if the thread waits inside one call all the while: for a lock, or for a child process.
-BLOCKED_LIMIT_S: Final = 0.15
+# How often an interrupt is tried, every millisecond or so, before it is raised wherever the thread is: code that never
+# ends can be interrupted. Not seconds, because a thread that gets no core is not tried.
+NUM_TRIES: Final = 1500
+# The same, if the thread waits in one call all the while: for a lock, for example.
+NUM_BLOCKED_TRIES: Final = 150
 
 # Modules in which locks are taken and given back, and children started, by Python code of a few lines. What they call
 # (a thread's target, a logging handler's stream, the body of a context manager) can be interrupted.
@@ -51,13 +51,18 @@ def can_interrupt(frame: FrameType | None) -> bool:
         return True
     if frame.f_globals.get("__name__") in _MODULES and not (frame.f_code in _WAITS and _is_in_try(frame)):
         return False
+    return not _is_in_function(frame)
+
+
+def _is_in_function(frame: FrameType) -> bool:
+    """Return whether one of the functions that must complete with all that they call is on the stack."""
     outer: FrameType | None = frame
     while outer is not None:
         code = outer.f_code
         if code.co_name == "__del__" or (outer.f_globals.get("__name__"), code.co_qualname) in _FUNCTIONS:
-            return False
+            return True
         outer = outer.f_back
-    return True
+    return False
 
 
 def _is_in_try(frame: FrameType) -> bool:
@@ -72,39 +77,40 @@ def _try_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 
 class PostponedInterrupt:
-    """Decides whether an interrupt of a thread is raised now or tried again, at each try.
+    """Decides whether an interrupt of a thread is raised now or tried again, at each try."""
 
-    It is postponed for `POSTPONE_LIMIT_S` at most, so that code that never ends can be interrupted wherever it is.
-    """
-
-    def __init__(self, clock: Callable[[], float], *, ends_calls: bool) -> None:
+    def __init__(self, *, ends_calls: bool) -> None:
         """ends_calls: whether the interrupt ends a call in which the thread waits, as a signal does.
 
-        If so, a thread that waits in one call is interrupted there after `BLOCKED_LIMIT_S`. If not, the interrupt would
-        strike right after the call, when its lock is held: it waits with the thread.
+        If so, a thread that waits in one call is interrupted there after `NUM_BLOCKED_TRIES`. If not, the interrupt
+        would strike right after the call, when its lock is held: it waits with the thread.
         """
-        self._clock, self._ends_calls = clock, ends_calls
-        self._since: float | None = None
+        self._ends_calls = ends_calls
+        self._num_tries = self._num_tries_here = 0
         self._place: tuple[int, int] | None = None  # where the thread was at the last try
 
     @property
     def is_pending(self) -> bool:
         """Whether an interrupt waits to be tried again."""
-        return self._since is not None
+        return self._place is not None
 
     def try_again(self, frame: FrameType | None) -> bool:
         """Return whether the interrupt is to be tried again. frame: the thread's innermost."""
         if frame is None or can_interrupt(frame):
             self.clear()
             return False
-        now, place = self._clock(), (id(frame), frame.f_lasti)
+        place = id(frame), frame.f_lasti
         is_blocked, self._place = place == self._place, place
-        if self._since is None or (is_blocked and not self._ends_calls):
-            self._since = now
-        if now - self._since < (BLOCKED_LIMIT_S if is_blocked else POSTPONE_LIMIT_S):
+        if is_blocked and not self._ends_calls:
+            return True
+        self._num_tries += 1
+        self._num_tries_here = self._num_tries_here + 1 if is_blocked else 0
+        max_tries_here = NUM_TRIES if _is_in_function(frame) else NUM_BLOCKED_TRIES
+        if self._num_tries < NUM_TRIES and self._num_tries_here < max_tries_here:
             return True
         self.clear()
         return False
 
     def clear(self) -> None:
-        self._since = self._place = None
+        self._num_tries = self._num_tries_here = 0
+        self._place = None

@@ -8,13 +8,13 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshbook.wire import interrupt_points
-from meshbook.wire.interrupt_points import BLOCKED_LIMIT_S, POSTPONE_LIMIT_S, PostponedInterrupt, can_interrupt
+from meshbook.wire.interrupt_points import NUM_BLOCKED_TRIES, NUM_TRIES, PostponedInterrupt, can_interrupt
 
 
 class Lock:
@@ -94,14 +94,6 @@ def test_the_functions_that_must_complete_are_called_so(module: str, name: str) 
 # ---- how often it is tried
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _guarded_frame() -> FrameType:
     """A frame in which nothing may be interrupted."""
     frames: list[FrameType] = []
@@ -115,46 +107,48 @@ def _guarded_frame() -> FrameType:
     return frames[0]
 
 
+def _guarded_module_frame() -> FrameType:
+    """A frame of the standard library in which nothing may be interrupted."""
+    frames: list[FrameType] = []
+    lock = SimpleNamespace(acquire=None, release=None, __enter__=lambda: frames.append(sys._getframe(1)))
+    threading.Condition(lock).__enter__()  # type: ignore[arg-type]
+    return frames[0]
+
+
 def test_an_interrupt_is_raised_at_once_where_it_may_be() -> None:
-    postponed = PostponedInterrupt(Clock(), ends_calls=True)
+    postponed = PostponedInterrupt(ends_calls=True)
     assert not postponed.try_again(sys._getframe())
     assert not postponed.try_again(None)
     assert not postponed.is_pending
 
 
 def test_an_interrupt_waits_until_the_thread_is_out_of_such_code() -> None:
-    postponed = PostponedInterrupt(Clock(), ends_calls=True)
+    postponed = PostponedInterrupt(ends_calls=True)
     assert postponed.try_again(_guarded_frame())
     assert postponed.is_pending
     assert not postponed.try_again(sys._getframe())
     assert not postponed.is_pending
 
 
-def test_code_that_goes_on_and_on_is_interrupted_after_a_while() -> None:
-    clock, tries = Clock(), 0
-    postponed = PostponedInterrupt(clock, ends_calls=True)
-    frames = [_guarded_frame(), _guarded_frame()]
+def test_code_that_goes_on_and_on_is_interrupted_after_so_many_tries() -> None:
+    tries, frames = 0, [_guarded_module_frame(), _guarded_frame()]
+    postponed = PostponedInterrupt(ends_calls=True)
     while postponed.try_again(frames[tries % 2]):
         tries += 1
-        clock.now += POSTPONE_LIMIT_S / 8
-    assert tries == 8
+    assert tries == NUM_TRIES - 1
 
 
 def test_a_thread_that_waits_in_one_call_is_interrupted_sooner() -> None:
-    clock, frame = Clock(), _guarded_frame()
-    postponed = PostponedInterrupt(clock, ends_calls=True)
-    assert postponed.try_again(frame)
-    assert postponed.try_again(frame)
-    clock.now += BLOCKED_LIMIT_S
-    assert not postponed.try_again(frame)
+    for frame, wanted in ((_guarded_module_frame(), NUM_BLOCKED_TRIES), (_guarded_frame(), NUM_TRIES - 1)):
+        postponed, tries = PostponedInterrupt(ends_calls=True), 0
+        while postponed.try_again(frame):
+            tries += 1
+        assert tries == wanted
 
 
 def test_an_interrupt_that_cannot_end_a_call_waits_for_its_end() -> None:
-    clock, frame = Clock(), _guarded_frame()
-    postponed = PostponedInterrupt(clock, ends_calls=False)
-    for _ in range(5):
+    postponed, frame = PostponedInterrupt(ends_calls=False), _guarded_module_frame()
+    for _ in range(2 * NUM_TRIES):
         assert postponed.try_again(frame)
-        clock.now += POSTPONE_LIMIT_S
-    assert postponed.try_again(frame)
     assert postponed.try_again(_guarded_frame())  # it goes on, and has its lock
     assert not postponed.try_again(sys._getframe())

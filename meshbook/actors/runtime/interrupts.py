@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final
 
 from meshbook.actors.runtime import futures
-from meshbook.clock import monotonic
 from meshbook.wire.interrupt_points import PostponedInterrupt
 
 _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -83,7 +82,7 @@ class Interruptible:
 
     def interrupt(self, key: Any) -> None:
         """Interrupt the section of this key, if the thread is in it. Does not wait."""
-        self._interrupt(key, PostponedInterrupt(monotonic, ends_calls=False))
+        self._interrupt(key, PostponedInterrupt(ends_calls=False))
 
     def _interrupt(self, key: Any, postponed: PostponedInterrupt) -> None:
         with self._lock:
