@@ -483,6 +483,10 @@ def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.Mon
     os.kill(procs._backend.mesh().session.connection.connection_info.pid, signal.SIGKILL)
     assert reported.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
+    with pytest.raises(
+        SupervisionError, match=r"has ended with its mesh: its supervisor \(pid \d+\) has ended; create"
+    ):
+        counters.add.call_one().get(WAIT_S)
     procs.stop().get(30)
 
 
