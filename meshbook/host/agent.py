@@ -292,16 +292,23 @@ class HostAgent:
         for pid in pids:  # what the ranks have started lives on: the fork server would have ended it
             kill_process_group(pid)
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
-        ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in pids]
-        for rank in ranks:
-            self._conclude_exit(rank)
+        exits = [exited for pid in pids if (exited := self._take_exit(pid, signal.SIGKILL, cause)) is not None]
+        if exits and self._on_all_exited is None:  # not being stopped
+            self._report(messages.RanksExited(tuple(exits)))
+        for exited in exits:
+            self._conclude_exit(exited.rank)
 
     def process_exited(self, pid: int, status: int) -> None:
         """Handle the exit of a rank's process; `status` as returned by waitpid."""
-        self._conclude_exit(self._report_exit(pid, status))
+        exited = self._take_exit(pid, status)
+        if exited is None:
+            return
+        if self._on_all_exited is None:  # not being stopped
+            self._report(exited)
+        self._conclude_exit(exited.rank)
 
-    def _report_exit(self, pid: int, status: int, cause: str | None = None) -> int | None:
-        """Report how a rank's process has ended; return its rank, None if it is no rank's.
+    def _take_exit(self, pid: int, status: int, cause: str | None = None) -> messages.RankExited | None:
+        """Return the report of how a rank's process has ended; None if it is no rank's.
 
         Args:
             cause: what ended it, if known; then `status` has no meaning.
@@ -334,15 +341,12 @@ class HostAgent:
         )
         process.close()
         self._snapshots.rank_exited(exited)
-        if self._on_all_exited is None:  # not being stopped
-            self._report(exited)
-        return record.rank
+        return exited
 
-    def _conclude_exit(self, rank: int | None) -> None:
+    def _conclude_exit(self, rank: int) -> None:
         """Have the calls go on without a rank whose exit was reported."""
-        if rank is not None:
-            self._carry_out(self.ledger.rank_lost(rank, self._loop.clock.monotonic()))
-            self._check_all_exited()
+        self._carry_out(self.ledger.rank_lost(rank, self._loop.clock.monotonic()))
+        self._check_all_exited()
 
     def _read_pipes(self, rank: int, process: RankProcess) -> str:
         """Fold the unread output of a rank; return it."""

@@ -376,3 +376,23 @@ def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_ran
     assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in reported
     assert "cannot start" not in mesh.run("pass", echo=False).output
     assert mesh.status().ranks[1].state == "idle"
+
+
+FAILING_END = """
+import gc
+groups = next(one for one in gc.get_objects() if type(one).__name__ == "Executor")._groups
+turns = [1, 2]
+def conclude(*args):
+    turns.pop()
+    if not turns:
+        del groups.conclude
+    raise RuntimeError("the end of the call fails")
+groups.conclude = conclude
+"""
+
+
+def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mesh: Mesh) -> None:
+    """Else its host would wait for it for ever, and with it every call that comes after."""
+    with pytest.raises(CellError, match="the end of the call fails"):
+        own_mesh.run(FAILING_END, ranks=1, echo=False)
+    assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
