@@ -31,7 +31,7 @@ from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
 from meshbook.host.starter import RankProcess
 from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
-from meshbook.wire.process_control import ACTORS_GRACE_S, kill_process_group
+from meshbook.wire.process_control import ACTORS_GRACE_S
 
 log = logging.getLogger("meshbook.host")
 
@@ -288,24 +288,12 @@ class HostAgent:
         self._check_all_exited()
 
     def fork_server_exited(self, cause: str) -> None:
-        pids = self._processes.pids()
-        for pid in pids:  # what the ranks have started lives on: the fork server would have ended it
-            kill_process_group(pid)
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
-        exits = [exited for pid in pids if (exited := self._take_exit(pid, signal.SIGKILL, cause)) is not None]
-        if exits and self._on_all_exited is None:  # not being stopped
-            self._report(messages.RanksExited(tuple(exits)))
-        for exited in exits:
-            self._conclude_exit(exited.rank)
+        self._conclude_exits([self._take_exit(pid, signal.SIGKILL, cause) for pid in self._processes.kill_groups()])
 
     def process_exited(self, pid: int, status: int) -> None:
         """Handle the exit of a rank's process; `status` as returned by waitpid."""
-        exited = self._take_exit(pid, status)
-        if exited is None:
-            return
-        if self._on_all_exited is None:  # not being stopped
-            self._report(exited)
-        self._conclude_exit(exited.rank)
+        self._conclude_exits([self._take_exit(pid, status)])
 
     def _take_exit(self, pid: int, status: int, cause: str | None = None) -> messages.RankExited | None:
         """Return the report of how a rank's process has ended; None if it is no rank's.
@@ -343,10 +331,14 @@ class HostAgent:
         self._snapshots.rank_exited(exited)
         return exited
 
-    def _conclude_exit(self, rank: int) -> None:
-        """Have the calls go on without a rank whose exit was reported."""
-        self._carry_out(self.ledger.rank_lost(rank, self._loop.clock.monotonic()))
-        self._check_all_exited()
+    def _conclude_exits(self, found: list[messages.RankExited | None]) -> None:
+        """Report exits of the same moment, and have the calls go on without these ranks."""
+        exits = tuple(exited for exited in found if exited is not None)
+        if exits and self._on_all_exited is None:  # not being stopped
+            self._report(messages.RanksExited(exits) if len(exits) > 1 else exits[0])
+        for exited in exits:
+            self._carry_out(self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic()))
+            self._check_all_exited()
 
     def _read_pipes(self, rank: int, process: RankProcess) -> str:
         """Fold the unread output of a rank; return it."""

@@ -26,6 +26,7 @@ import pytest
 import meshbook
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import interrupt
+from meshbook.actors.proc_backends import record_exits
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import actor_loop, futures, unix_sockets
 from meshbook.actors.runtime import registry as lives
@@ -488,6 +489,13 @@ def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.Mon
     ):
         counters.add.call_one().get(WAIT_S)
     procs.stop().get(30)
+
+
+def test_that_memory_ran_out_is_part_of_how_a_process_has_ended() -> None:
+    address = messages.NodeAddress("", "", 1 << 30)  # a pid that no process has
+    record_exits((messages.RankExited(0, address.pid, None, 9, "one", (), None, oom_killed=True),))
+    how = local_transport().exit_reasons.describe(address, wait=False)
+    assert how == f"its process (pid {address.pid}) was killed by SIGKILL because the host ran out of memory"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
