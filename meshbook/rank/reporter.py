@@ -40,11 +40,10 @@ class Reporter:
             items = self._output.pop_items()
             if not items:
                 return 0
-            self._seq += 1
-            body = codec.encode_body(
-                messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
-            )
+            output = messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq + 1, items=items)
+            body = codec.encode_body(output)  # may fail; the host would wait for ever for a number that is not sent
             send_frames(socket, (codec.PROTOCOL, body))
+            self._seq += 1
             return len(body)
 
 
