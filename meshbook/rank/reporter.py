@@ -23,6 +23,11 @@ class Reporter:
         self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
         self.may_have_sent = False  # set as soon as a report may have left, also if sending it raises
 
+    @property
+    def num_outputs(self) -> int:
+        """How many pieces of output have been sent."""
+        return self._seq
+
     def send(self, report: messages.RankReport) -> None:
         """Send a report. Main thread only."""
         frames = codec.encode(report)

@@ -295,6 +295,7 @@ class Service:
                 peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 released_segments=self._objects.reader.drain_released(),
                 metrics=measured,
+                num_outputs=self._reporter.num_outputs,
             )
         )
         if self._output.has_pending():
