@@ -128,7 +128,10 @@ class StopEscalation:
                 todo.append(self._continue_stopped(stop, ranks))
             case StopAction.ABORT:
                 for record in records:
-                    abort = messages.AbortCollectives(ranks=(record.rank,), reason="interrupted", interrupt=True)
+                    assert record.running is not None  # it has not returned
+                    abort = messages.AbortCollectives(
+                        ranks=(record.rank,), reason="interrupted", interrupt=True, call=record.running.call
+                    )
                     todo += record.to_service(codec.encode_body(abort))
             case StopAction.REPORT_STUCK:
                 todo.append(InspectStuck(ranks))

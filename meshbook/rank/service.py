@@ -193,8 +193,8 @@ class Service:
         match command:
             case messages.Interrupt(target=target) if target is not None:
                 self._interrupt_call(target)
-            case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation):
-                self._groups.abort(reason, interrupt=interrupt, generation=generation)
+            case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=call):
+                self._groups.abort(reason, interrupt=interrupt, generation=generation, call=call)
             case messages.HoldCollectives(about_call=about):
                 self._groups.hold_after(about)
             case messages.ResumeCollectives():
