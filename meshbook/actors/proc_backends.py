@@ -6,6 +6,7 @@ The processes are started by this program, are ranks of a mesh, or are known by 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -135,6 +136,7 @@ class RankProcBackend(ProcBackend):
         self.ready = Future("the processes")
         self.references = MeshReferences(session)
         session.lost_listeners.append(record_exits)
+        session.connection.listeners.mesh_stopped.append(functools.partial(record_mesh_end, weakref.ref(session)))
         known_sessions.add(session)
         prepare_client()
         background_output_of(session).all_clients = True
@@ -230,6 +232,13 @@ def query_addresses(session: Session, axes: MeshAxes) -> tuple[NodeAddress, ...]
     return tuple(found.get(rank, lost) for rank in axes.ranks)
 
 
+def record_mesh_end(session: weakref.ref[Session], reason: str) -> None:
+    if (ended := session()) is not None:
+        pids = [rank.pid for rank in ended.info.ranks if rank.pid is not None and rank.exit is None]
+        local_transport().exit_reasons.record_mesh_end(pids, reason)
+
+
 def record_exits(exited: tuple[messages.RankExited, ...]) -> None:
     for rank in exited:
-        local_transport().exit_reasons.record(rank.pid, rank.description)
+        why = " because the host ran out of memory" if rank.oom_killed else ""
+        local_transport().exit_reasons.record(rank.pid, f"{rank.description}{why}")

@@ -94,10 +94,14 @@ class ReplyCollector:
     def make_lost_error(self, index: int, peer: Any) -> faults.SupervisionError:
         """Return the error for a lost actor. Runs on the waiting thread, because it may wait for the exit reason."""
         ref = self.ref
-        exit_reason = local_transport().exit_reasons.describe(peer.address, wait=True)
+        exit_reasons = local_transport().exit_reasons
+        exit_reason = exit_reasons.describe(peer.address, wait=True)
+        if exit_reasons.has_mesh_ended(peer.address):
+            hint = "create_mesh starts a new mesh"
+        else:
+            hint = "a slice without it can still be called"
         error = faults.SupervisionError(
-            f"{ref.name}.{self.method}: rank {index} of {ref.name!r} is lost: {exit_reason}; "
-            f"a slice without it can still be called",
+            f"{ref.name}.{self.method}: rank {index} of {ref.name!r} is lost: {exit_reason}; {hint}",
             ranks=(index,),
             mesh_name=ref.name,
         )

@@ -23,7 +23,7 @@ from meshbook.ids import name_ranks
 # Seconds for a failure to reach a caller as the result of a call, before it stops the cell.
 _GRACE_S = 0.3
 # Seconds that the report of how a process exited may take.
-_EXIT_REASON_S = 0.25
+_EXIT_REASON_S = 1.0
 
 # Failures that have not stopped the cell yet, by (mesh name, traceback): ranks with the same failure share an entry.
 _pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}

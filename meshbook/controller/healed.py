@@ -78,6 +78,10 @@ def _describe(healed: messages.MeshHealed) -> str:
         parts.append("groups formed anew")
     lines = [" · ".join(parts)]
     lines += [f"not replayed: {label}: {why}" for label, why in healed.failed]
+    if len(healed.ranks) == len(healed.info.ranks) and (healed.ran or healed.num_defined):
+        lines.append(
+            "all ranks were lost: names have what these cells gave them, and not what later cells made of them"
+        )
     lines += _describe_missing(healed.missing)
     return "\n".join(lines)
 

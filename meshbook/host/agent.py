@@ -289,16 +289,14 @@ class HostAgent:
 
     def fork_server_exited(self, cause: str) -> None:
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
-        ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in self._processes.pids()]
-        for rank in ranks:
-            self._conclude_exit(rank)
+        self._conclude_exits([self._take_exit(pid, signal.SIGKILL, cause) for pid in self._processes.kill_groups()])
 
     def process_exited(self, pid: int, status: int) -> None:
         """Handle the exit of a rank's process; `status` as returned by waitpid."""
-        self._conclude_exit(self._report_exit(pid, status))
+        self._conclude_exits([self._take_exit(pid, status)])
 
-    def _report_exit(self, pid: int, status: int, cause: str | None = None) -> int | None:
-        """Report how a rank's process has ended; return its rank, None if it is no rank's.
+    def _take_exit(self, pid: int, status: int, cause: str | None = None) -> messages.RankExited | None:
+        """Return the report of how a rank's process has ended; None if it is no rank's.
 
         Args:
             cause: what ended it, if known; then `status` has no meaning.
@@ -331,14 +329,15 @@ class HostAgent:
         )
         process.close()
         self._snapshots.rank_exited(exited)
-        if self._on_all_exited is None:  # not being stopped
-            self._report(exited)
-        return record.rank
+        return exited
 
-    def _conclude_exit(self, rank: int | None) -> None:
-        """Have the calls go on without a rank whose exit was reported."""
-        if rank is not None:
-            self._carry_out(self.ledger.rank_lost(rank, self._loop.clock.monotonic()))
+    def _conclude_exits(self, found: list[messages.RankExited | None]) -> None:
+        """Report exits of the same moment, and have the calls go on without these ranks."""
+        exits = tuple(exited for exited in found if exited is not None)
+        if exits and self._on_all_exited is None:  # not being stopped
+            self._report(messages.RanksExited(exits) if len(exits) > 1 else exits[0])
+        for exited in exits:
+            self._carry_out(self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic()))
             self._check_all_exited()
 
     def _read_pipes(self, rank: int, process: RankProcess) -> str:

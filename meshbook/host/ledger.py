@@ -163,8 +163,12 @@ class HostLedger:
         if record.pending_finish is None:
             return []
         finish, record.pending_finish = record.pending_finish, None
+        todo: Instructions = []
+        for seq in sorted(seq for seq in record.early_outputs if seq <= finish.last_output_seq):
+            piece = record.early_outputs.pop(seq)  # what came before it is lost
+            todo += self._fold(record, piece.call, piece.items, now)
         record.num_outputs = max(record.num_outputs, finish.last_output_seq)
-        return self.rank_finished(finish, now)
+        return todo + self.rank_finished(finish, now)
 
     def rank_replied(self, message: messages.RankReply, now: float) -> Instructions:
         return self.calls.finish_rank(message.call, message.rank, Outcome(status="ok", reply=message.content), now)
@@ -172,9 +176,15 @@ class HostLedger:
     def heartbeat_received(self, message: messages.RankHeartbeat, now: float) -> Instructions:
         record = self.ranks[message.rank]
         record.heartbeat, record.heartbeat_at = message, now
+        todo: Instructions = []
         if message.released_segments:
-            return [SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))]
-        return []
+            todo.append(SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments)))
+        finish = record.pending_finish
+        if finish is not None and finish.last_output_seq <= message.num_outputs:
+            # Messages of a connection arrive in order: what was sent before this one and is not here is lost.
+            lost = messages.Notice("a part of this rank's output was lost with a connection that has broken")
+            todo += self._fold(record, finish.call, (lost,), now) + self.finish_pending(record.rank, now)
+        return todo
 
     def service_failed(self, message: messages.ServiceFailed, now: float) -> Instructions:
         """Report the error in the output of the running call, or of the next one; put the traceback into the log."""

@@ -11,6 +11,7 @@ import termios
 from meshbook.host import procfs
 from meshbook.host.starter import RankProcess
 from meshbook.wire import messages
+from meshbook.wire.process_control import kill_process_group
 
 
 class RankProcesses:
@@ -40,6 +41,13 @@ class RankProcesses:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+    def kill_groups(self) -> list[int]:
+        """Kill the ranks with what they have started, which lives on when only they end; return the ranks' pids."""
+        pids = self.pids()
+        for pid in pids:
+            kill_process_group(pid)
+        return pids
 
     def state(self, rank: int) -> str | None:
         """The state of a rank's process as /proc has it ("T": stopped); None: not known."""

@@ -17,7 +17,7 @@ import msgspec
 from meshbook.host.instructions import ContinueStopped, InspectStuck, Instructions, SendReport, SetAlarm
 from meshbook.host.open_calls import OpenCalls
 from meshbook.host.rank_record import HEARTBEAT_S, QueuedCommand, RankRecord
-from meshbook.ids import Ranks, client_of_call, name_ranks
+from meshbook.ids import CallId, Ranks, client_of_call, name_ranks
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome, RankDisplay
 from meshbook.wire.stop_timing import ABORT_AFTER_S, KILL_AFTER_S, SIGINT_REPEATS_S, STUCK_AFTER_S
@@ -128,7 +128,9 @@ class StopEscalation:
                 todo.append(self._continue_stopped(stop, ranks))
             case StopAction.ABORT:
                 for record in records:
-                    abort = messages.AbortCollectives(ranks=(record.rank,), reason="interrupted", interrupt=True)
+                    assert record.running is not None  # it has not returned
+                    running = CallId(record.running.call)
+                    abort = messages.AbortCollectives((record.rank,), "interrupted", interrupt=True, call=running)
                     todo += record.to_service(codec.encode_body(abort))
             case StopAction.REPORT_STUCK:
                 todo.append(InspectStuck(ranks))

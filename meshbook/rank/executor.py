@@ -102,12 +102,12 @@ class Executor:
         self._reporter.call_id = self._gate.call_id = command.call
         label = getattr(command, "label", "")
         self._crash_log.clear()
-        if self._elastic_runs is not None:
-            self._elastic_runs.call_began(command.call, getattr(command, "source", label))
-        self._groups.call_began(command.call, label, monotonic())
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()
         try:
+            if self._elastic_runs is not None:
+                self._elastic_runs.call_began(command.call, getattr(command, "source", label))
+            self._groups.call_began(command.call, label, monotonic())
             outcome = handler(command)
         except KeyboardInterrupt:  # between two lines of Meshbook, when no user code is running
             outcome = Outcome(status="interrupted")
@@ -123,13 +123,20 @@ class Executor:
             if self._reporter.may_have_sent:  # then the second report may not be read
                 _print_error(error)
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
-            self._report_finished(command.call, label, outcome, seconds)
+            try:
+                self._report_finished(command.call, label, outcome, seconds)
+            except BaseException as another:  # without a report the host would wait for this call for ever
+                _print_error(another)
+                self._report_finished(command.call, label, outcome, seconds, conclude=False)
 
-    def _report_finished(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
+    def _report_finished(
+        self, call: CallId, label: str, outcome: Outcome, seconds: float, *, conclude: bool = True
+    ) -> None:
         """Report the end of a call. A second report of the same end is harmless."""
-        outcome = self._groups.conclude(call, outcome)
-        if self._elastic_runs is not None:
-            self._elastic_runs.call_ended(succeeded=outcome.status == "ok")
+        if conclude:
+            outcome = self._groups.conclude(call, outcome)
+            if self._elastic_runs is not None:
+                self._elastic_runs.call_ended(succeeded=outcome.status == "ok")
         self._output.flush()
         items, seq = self._reporter.pop_remaining_output()
         self._state.ended(call, label, outcome, now=monotonic())

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import NoReturn
 
 from meshbook.wire import spawn
@@ -104,6 +105,7 @@ def _bind_listener(path: str) -> socket.socket:
 
 def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
     sigchld_fd = _open_sigchld_pipe()
+    ranks: set[int] = set()  # the processes that have not been reaped
     while True:
         readable, _, _ = select.select([host.fileno(), sigchld_fd, listener.fileno()], [], [])
         if listener.fileno() in readable:
@@ -111,13 +113,15 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
         if sigchld_fd in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(sigchld_fd, 4096)
-            _reap_children(host)
+            ranks.difference_update(_reap_children(host))
         if host.fileno() in readable:
             try:
                 data, descriptors, _, _ = socket.recv_fds(host, spawn.RECEIVE_BYTES, 6)
             except ConnectionError:  # the host was killed
                 data = b""
             if not data:
+                for rank in ranks:  # with what they have started, which would live on
+                    kill_process_group(rank)
                 os._exit(0)
             command = spawn.fork_commands.decode(data)
             if isinstance(command, spawn.CommandInFile):
@@ -133,6 +137,7 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
                 if pid == 0:
                     listener.close()  # otherwise it would accept connections without replies as long as a rank lives
                     _run_child(_rank_main, host, command, descriptors)
+                ranks.add(pid)
                 reply = spawn.Forked(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -178,7 +183,8 @@ def _open_sigchld_pipe() -> int:
     return readable
 
 
-def _reap_children(host: socket.socket) -> None:
+def _reap_children(host: socket.socket) -> Iterator[int]:
+    """Reap the children that have ended; yield their pids."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -189,6 +195,7 @@ def _reap_children(host: socket.socket) -> None:
         kill_process_group(ended.si_pid)
         pid, status = os.waitpid(ended.si_pid, 0)
         host.send(spawn.encoder.encode(spawn.ChildExited(pid, status)))
+        yield pid
 
 
 def _run_child(rank_main: object, host: socket.socket, command: spawn.ForkCommand, descriptors: list[int]) -> NoReturn:

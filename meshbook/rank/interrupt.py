@@ -4,22 +4,33 @@ A rank inherits "ignore SIGINT" from the processes that started it, and a Keyboa
 Meshbook would leave an inconsistent state. So Meshbook's own handler is always installed, and raises only while it is
 armed. However, a SIGINT does not identify its target, and one that arrives before the work begins is lost. So an
 interrupt is also sent with the id of its call (`interrupt_call`). Does not depend on cells or messages.
+
+Nor does it raise inside the few functions that must complete, such as `Condition.__enter__` and the start of a child
+(`wire/interrupt_points`). Then a short-lived thread sends a signal to have the handler called again, until they are
+over.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from meshbook.clock import monotonic
+from meshbook.wire.interrupt_points import PostponedInterrupt
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
 
 # The signal that wakes the main thread for `interrupt_call`. Nothing else uses it, so it is never taken for a SIGINT.
 _CALL_SIGNAL = signal.SIGRTMAX - 3
+# The signal with which a postponed interrupt is tried again, and after how many seconds: such functions take less.
+_RETRY_SIGNAL = signal.SIGRTMAX - 4
+_RETRY_S = 0.001
 
 
 class InterruptGate:
@@ -45,21 +56,26 @@ class InterruptGate:
         self._raised_at = float("-inf")
         self._requested_call: str | None = None  # the last argument of `interrupt_call`
         self._interrupted_call: str | None = None  # the last call in which a KeyboardInterrupt was raised
-        self._previous_sigint_handler: Any = None
-        self._previous_call_handler: Any = None
-        self._installed = False
+        self._postponed = PostponedInterrupt(ends_calls=True)
+        self._is_deciding = False
+        self._pid = 0  # of the process that it is installed in; a child of it may have inherited this gate
+        self._handlers: dict[int, Any] = {
+            signal.SIGINT: self._on_sigint,
+            _CALL_SIGNAL: self._on_call_signal,
+            _RETRY_SIGNAL: self._on_retry,
+        }
+        self._previous_handlers: dict[int, Any] = {}  # while it is installed
 
     def install(self) -> None:
         """Handle SIGINT from now on. Main thread only."""
-        self._previous_sigint_handler = signal.signal(signal.SIGINT, self._on_sigint)
-        self._previous_call_handler = signal.signal(_CALL_SIGNAL, self._on_call_signal)
-        self._installed = True
+        self._pid = os.getpid()
+        self._previous_handlers = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
 
     def uninstall(self) -> None:
         """Restore the former handlers."""
-        signal.signal(signal.SIGINT, self._previous_sigint_handler)
-        signal.signal(_CALL_SIGNAL, self._previous_call_handler)
-        self._installed = False
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}
 
     def begin(self) -> None:
         """Mark the beginning of a call on the main thread. Nests.
@@ -68,12 +84,12 @@ class InterruptGate:
         """
         if not self._depth:
             self._raised_at = float("-inf")
-            if self._installed:
+            self._postponed.clear()
+            if self._previous_handlers:
                 # Replace handlers that user code has left: a rank must remain interruptible.
-                if signal.getsignal(signal.SIGINT) != self._on_sigint:
-                    signal.signal(signal.SIGINT, self._on_sigint)
-                if not self._handles_call_signal():
-                    signal.signal(_CALL_SIGNAL, self._on_call_signal)
+                for number, handler in self._handlers.items():
+                    if signal.getsignal(number) != handler:
+                        signal.signal(number, handler)
         self._depth += 1
 
     def end(self) -> None:
@@ -101,7 +117,7 @@ class InterruptGate:
         again.
         """
         self._requested_call = call_id
-        if self._installed and self.call_id == call_id and self._handles_call_signal():
+        if self._previous_handlers and self.call_id == call_id and self._handles_call_signal():
             signal.pthread_kill(threading.main_thread().ident or 0, _CALL_SIGNAL)
 
     def _handles_call_signal(self) -> bool:
@@ -142,25 +158,58 @@ class InterruptGate:
             if was_armed:
                 self.arm()
 
-    def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_sigint(self, _number: int, frame: FrameType | None) -> None:
         if self._interrupted_call == self.call_id and monotonic() - self._raised_at < SIGINT_DEBOUNCE_S:
             self.num_missed += 1
-        elif self._armed:
-            self._raise_interrupt()
+        else:
+            self._interrupt_at(frame)
+
+    def _on_retry(self, _number: int, frame: FrameType | None) -> None:
+        if self._postponed.is_pending:
+            self._interrupt_at(frame)
+
+    def _interrupt_at(self, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, or keep it for a moment at which it can be raised."""
+        if self._armed:
+            self._raise_at(frame)
         elif self._depth and threading.current_thread() is threading.main_thread():
             self._is_sigint_pending = True
         else:
             self.num_missed += 1
 
-    def _on_call_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_call_signal(self, _number: int, frame: FrameType | None) -> None:
         if self._armed and self._is_interrupt_requested():
-            self._raise_interrupt()
+            self._raise_at(frame)
 
     def _is_interrupt_requested(self) -> bool:
         return self.call_id is not None and self._requested_call == self.call_id != self._interrupted_call
 
+    def _raise_at(self, frame: FrameType | None) -> None:
+        if self._is_deciding:  # a signal during this handler, which decides
+            return
+        while frame is not None and frame.f_globals is globals():
+            frame = frame.f_back  # the frame below the handler that was interrupted
+        self._is_deciding = True
+        try:
+            is_postponed = os.getpid() == self._pid and self._postponed.try_again(frame)
+        finally:
+            self._is_deciding = False
+        if is_postponed:
+            # Not `threading`'s: the main thread may hold its locks here. Without memory for a thread, the host's next
+            # SIGINT tries again.
+            with contextlib.suppress(RuntimeError):
+                _thread.start_new_thread(self._retry_soon, ())
+        else:
+            self._raise_interrupt()
+
+    def _retry_soon(self) -> None:
+        time.sleep(_RETRY_S)
+        if self._postponed.is_pending and signal.getsignal(_RETRY_SIGNAL) == self._on_retry:
+            signal.pthread_kill(threading.main_thread().ident or 0, _RETRY_SIGNAL)
+
     def _raise_interrupt(self) -> None:
         self.num_raised += 1
+        self._postponed.clear()
         self._interrupted_call = self.call_id
         self._raised_at = monotonic()
         raise KeyboardInterrupt

@@ -23,6 +23,11 @@ class Reporter:
         self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
         self.may_have_sent = False  # set as soon as a report may have left, also if sending it raises
 
+    @property
+    def num_outputs(self) -> int:
+        """How many pieces of output have been sent."""
+        return self._seq
+
     def send(self, report: messages.RankReport) -> None:
         """Send a report. Main thread only."""
         frames = codec.encode(report)
@@ -40,11 +45,10 @@ class Reporter:
             items = self._output.pop_items()
             if not items:
                 return 0
-            self._seq += 1
-            body = codec.encode_body(
-                messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
-            )
+            output = messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq + 1, items=items)
+            body = codec.encode_body(output)  # may fail; the host would wait for ever for a number that is not sent
             send_frames(socket, (codec.PROTOCOL, body))
+            self._seq += 1
             return len(body)
 
 

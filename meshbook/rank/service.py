@@ -187,14 +187,14 @@ class Service:
                 answered = handler(command)
             except BaseException as error:  # user code may raise anything
                 answered = {"error": f"{type(error).__name__}: {error}"}
-            call = command.call  # type: ignore[union-attr]
-            self._send(messages.RankReply(rank=self._config.rank, call=call, content=answered))
+            query: Any = command
+            self._send(messages.RankReply(rank=self._config.rank, call=query.call, content=answered))
             return
         match command:
             case messages.Interrupt(target=target) if target is not None:
                 self._interrupt_call(target)
-            case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation):
-                self._groups.abort(reason, interrupt=interrupt, generation=generation)
+            case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=about):
+                self._groups.abort(reason, interrupt=interrupt, generation=generation, call=about)
             case messages.HoldCollectives(about_call=about):
                 self._groups.hold_after(about)
             case messages.ResumeCollectives():
@@ -295,6 +295,7 @@ class Service:
                 peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 released_segments=self._objects.reader.drain_released(),
                 metrics=measured,
+                num_outputs=self._reporter.num_outputs,
             )
         )
         if self._output.has_pending():

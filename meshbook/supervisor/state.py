@@ -84,7 +84,8 @@ class MeshState:
             messages.HostReady: self._startup.host_ready,
             messages.HostFailed: lambda host, report, now: self._startup.fail(f"host {host}: {report.reason}"),
             messages.HostHeartbeat: self._host_heartbeat,
-            messages.RankExited: lambda host, report, now: self._rank_exited(report),
+            messages.RankExited: lambda host, report, now: self._ranks_exited((report,)),
+            messages.RanksExited: lambda host, report, now: self._ranks_exited(report.exits),
             messages.CallOutput: self._calls.output_received,
             messages.CallProgressed: lambda host, report, now: self._scheduler.progressed(report, now),
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
@@ -138,9 +139,8 @@ class MeshState:
         if self._startup.is_pending:
             return self._startup.fail(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
         self._healing.lost_hosts[host] = reason
-        effects: list[Effect] = []
-        for info in [self._ranks.info(rank) for rank in self._ranks.on_host(host) if rank not in self._ranks.exited]:
-            exited = messages.RankExited(
+        exits = tuple(
+            messages.RankExited(
                 rank=info.rank,
                 pid=info.pid or 0,
                 exit_code=None,
@@ -150,7 +150,10 @@ class MeshState:
                 last_collective=None,
                 cause=f"ended with its host, which {reason}",
             )
-            effects += self._rank_exited(exited)
+            for info in map(self._ranks.info, self._ranks.on_host(host))
+            if info.rank not in self._ranks.exited
+        )
+        effects = self._ranks_exited(exits)
         effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
         return self._past_cells.keep(effects, now)
 
@@ -289,14 +292,21 @@ class MeshState:
         self._monitoring.host_heartbeat(report, now)
         return []
 
-    def _rank_exited(self, report: messages.RankExited) -> list[Effect]:
-        if self._calls.is_stopping or not self._ranks.rank_exited(report):
+    def _ranks_exited(self, reports: tuple[messages.RankExited, ...]) -> list[Effect]:
+        """Handle exits of the same moment: a client that hears of one hears of all."""
+        if self._calls.is_stopping:
+            return []
+        exits = [report for report in reports if self._ranks.rank_exited(report)]
+        if not exits:
             return []
         if self._startup.is_pending:
-            return self._startup.rank_exited(report)
+            return self._startup.rank_exited(exits[0])
         self._groups.rank_lost()
-        saves = self.saves.rank_lost(report)
-        return [self._mesh_changed(report), *self._scheduler.rank_lost(report), *saves]
+        effects: list[Effect] = [self._mesh_changed(*exits)]
+        for report in exits:
+            saves = self.saves.rank_lost(report)
+            effects += [*self._scheduler.rank_lost(report), *saves]
+        return effects
 
     def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
         call = self._calls.get(report.call)

@@ -203,7 +203,9 @@ class FaultTable:
     def error_from(self, fault: Fault) -> OperationFailed:
         """Return the error that reports a fault, or the fault that caused it; these count as reported from now on."""
         causes = [
-            other for other in self._faults.values() if not (other.secondary or other.interrupted or other.is_reported)
+            other
+            for other in self._faults.values()
+            if not (other.secondary or other.interrupted or other.is_reported or other.ename == MISSING)
         ]
         if fault.secondary and causes:
             fault = min(causes, key=lambda other: other.number)

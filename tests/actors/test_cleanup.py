@@ -4,7 +4,9 @@ connections to strangers. Most of it within this process, which is a process wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 import operator
 import os
 import random
@@ -24,11 +26,13 @@ import pytest
 import meshbook
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import interrupt
+from meshbook.actors.proc_backends import record_exits
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import actor_loop, futures, unix_sockets
 from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime import transport as posts
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure, SupervisionError
+from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.runtime.peer import Peer, PeerLost
 from meshbook.actors.runtime.ports import Channel
 from meshbook.actors.runtime.transport import Transport, local_transport
@@ -194,7 +198,7 @@ INTERRUPTED_AS_IT_WAITED = """
     from meshbook.actors.runtime import futures
     from meshbook.actors.runtime.interrupts import Interruptible
 
-    code, waited = Interruptible(), []
+    code, waited = Interruptible(None), []
     futures.raise_in_waiter = lambda thread, error: waited.append(error) is None  # it hears of it there
     with code.section("it"):
         other = threading.Thread(target=code.interrupt, args=("it",))
@@ -212,6 +216,37 @@ def test_a_process_in_which_something_was_interrupted_can_be_debugged() -> None:
     program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED_AS_IT_WAITED)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=20)
     assert done.stdout == "KeyboardInterrupt()\n", done.stderr
+
+
+def test_an_endpoint_that_is_interrupted_as_it_takes_a_lock_does_not_keep_it() -> None:
+    """The exception would strike in `Handler.acquire`, as soon as that has the lock."""
+    handler, begun, ended = logging.Handler(), threading.Event(), threading.Event()
+    tries: list[Callable[[], None]] = []
+    code = Interruptible(lambda delay, again: tries.append(again))
+    handler.emit = lambda record: None  # type: ignore[method-assign]
+
+    def work() -> None:
+        with contextlib.suppress(KeyboardInterrupt), code.section("it"):
+            handler.handle(logging.makeLogRecord({}))
+        with contextlib.suppress(KeyboardInterrupt), code.section("it"):
+            begun.set()
+            while True:
+                pass
+        ended.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with handler.lock:  # type: ignore[union-attr]
+        thread.start()
+        while sys._current_frames()[thread.ident or 0].f_code is not logging.Handler.acquire.__code__:
+            time.sleep(0.001)
+        code.interrupt("it")
+    assert begun.wait(WAIT_S)
+    while tries:
+        tries.pop()()
+        time.sleep(0.001)
+    assert ended.wait(WAIT_S)
+    assert handler.lock.acquire(blocking=False)  # type: ignore[union-attr]
+    handler.lock.release()  # type: ignore[union-attr]
 
 
 def test_an_init_that_does_not_end_is_interrupted_too() -> None:
@@ -449,7 +484,18 @@ def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.Mon
     os.kill(procs._backend.mesh().session.connection.connection_info.pid, signal.SIGKILL)
     assert reported.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
+    with pytest.raises(
+        SupervisionError, match=r"has ended with its mesh: its supervisor \(pid \d+\) has ended; create"
+    ):
+        counters.add.call_one().get(WAIT_S)
     procs.stop().get(30)
+
+
+def test_that_memory_ran_out_is_part_of_how_a_process_has_ended() -> None:
+    address = messages.NodeAddress("", "", 1 << 30)  # a pid that no process has
+    record_exits((messages.RankExited(0, address.pid, None, 9, "one", (), None, oom_killed=True),))
+    how = local_transport().exit_reasons.describe(address, wait=False)
+    assert how == f"its process (pid {address.pid}) was killed by SIGKILL because the host ran out of memory"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

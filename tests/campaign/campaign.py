@@ -30,6 +30,9 @@ from tests.random_faults.harness import ProgramHung, WrongResult, deadline, end_
 
 # Seconds after which a work that was hit counts as hung; and the same for healing and for verifying.
 HANG_S = 60.0
+# Seconds that a work may go on after a shortage of memory, before it is stopped as a person would stop it: CPython's
+# `Thread.start` waits for ever for a thread that had no memory to begin, without Meshbook too.
+STOP_AFTER_S = 15.0
 
 
 class Meshes:
@@ -144,7 +147,8 @@ class Case:
         self._exit_times: list[float] = []
         self._done_at = 0.0  # when the fault began
         self._fault_error: BaseException | None = None
-        self._is_fault_over = threading.Event()
+        self._is_work_over = threading.Event()
+        self._is_stopped = False  # the work did not end, and was stopped
 
     def before_mesh(self) -> checks.Remains:
         """What there was before the case, without the mesh itself."""
@@ -163,7 +167,7 @@ class Case:
             error = self._work_with_fault()
         if self._fault_error is not None:
             raise WrongResult(f"the fault was not done: {self._fault_error!r}") from self._fault_error
-        self.result.problems += checks.check_blame(self.draw, error, expected_lost)
+        self.result.problems += self._check_blame(error, expected_lost)
         with deadline(lambda: self.mesh, HANG_S):
             self._go_on(expected_lost)
         self.scene.surroundings.clear()
@@ -219,14 +223,20 @@ class Case:
                 is_lost = self.mesh.session.lost or self.mesh.session.ended is not None
                 if error is None or is_lost or self.result.problems:
                     break
-                self.result.problems += checks.check_blame(self.draw, error, ())
+                self.result.problems += self._check_blame(error, ())
         finally:
             self.scene.end_work()
+            self._is_work_over.set()
             thread.join(HANG_S)
             listeners.remove(self._note_exits)
             meshbook.actor.unhandled_fault_hook = hook
         self._note_end()
         return first
+
+    def _check_blame(self, error: BaseException | None, lost: tuple[int, ...]) -> list[Problem]:
+        if self._is_stopped and error is not None and checks.says(error, ("KeyboardInterrupt",)):
+            return []
+        return checks.check_blame(self.draw, error, lost)
 
     def _run_work(self) -> BaseException | None:
         try:
@@ -245,9 +255,11 @@ class Case:
             self.fault.do(self.scene)
         except BaseException as error:
             self._fault_error = error
-        self._is_fault_over.set()
         if not self.fault.lost or self.fault.lost == "perhaps" or self._fault_error is not None:
             self.scene.end_work()
+        if self.fault.takes == "memory" and not self._is_work_over.wait(STOP_AFTER_S):
+            self._is_stopped = True
+            self.mesh.interrupt()
 
     def _note_exits(self, exited: tuple[Any, ...]) -> None:
         self._exit_times.append(time.monotonic())

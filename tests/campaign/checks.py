@@ -65,7 +65,9 @@ def _check_loss(fault: Fault, draw: Draw, error: BaseException | None, lost: tup
     if error is None:
         return f"ranks {lost} have ended, and the work came to its end"
     if fault.lost == "mesh":
-        right = isinstance(error, NotAttached) or (isinstance(error, RankLost) and error.ranks == lost)
+        right = isinstance(error, NotAttached | SupervisionError) or (
+            isinstance(error, RankLost) and error.ranks == lost
+        )
         return "" if right and says(error, fault.said) else "that the mesh has ended, and why, is not said"
     if isinstance(error, SupervisionError):
         if not any(f"rank {rank}" in str(error) or rank in error.ranks for rank in lost):

@@ -10,11 +10,12 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.leaks import SHARED_MEMORY, Run
+from tests.leaks import GRACE_S, SHARED_MEMORY, Run
 
 _CLONE_NEWNS = 0x00020000
 SHARED_MEMORY_MIB, DISK_MIB = 64, 64
@@ -120,6 +121,21 @@ def memory_group(name: str, pid: int, mebibytes: int) -> Iterator[bool]:
     try:
         yield True
     finally:
-        for other in (group / "cgroup.procs").read_text().split():  # it has survived
-            (_MEMORY_CGROUP / "cgroup.procs").write_text(other)
-        group.rmdir()
+        _remove_group(group)
+
+
+def _remove_group(group: Path) -> None:
+    """Remove a cgroup. What the process has started and what has survived is moved; what is ending takes a moment."""
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        for other in (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                (_MEMORY_CGROUP / "cgroup.procs").write_text(other)
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return

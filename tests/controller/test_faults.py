@@ -376,3 +376,33 @@ def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_ran
     assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in reported
     assert "cannot start" not in mesh.run("pass", echo=False).output
     assert mesh.status().ranks[1].state == "idle"
+
+
+FAILING_END = """
+import gc
+groups = next(one for one in gc.get_objects() if type(one).__name__ == "Executor")._groups
+turns = [1, 2]
+def conclude(*args):
+    turns.pop()
+    if not turns:
+        del groups.conclude
+    raise RuntimeError("the end of the call fails")
+groups.conclude = conclude
+"""
+
+
+def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mesh: Mesh) -> None:
+    """Else its host would wait for it for ever, and with it every call that comes after."""
+    with pytest.raises(CellError, match="the end of the call fails"):
+        own_mesh.run(FAILING_END, ranks=1, wait=False, echo=False).result(30)
+    assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
+
+
+def test_output_that_cannot_be_sent_is_reported_and_the_rank_goes_on(own_mesh: Mesh, gate: Gate) -> None:
+    """It is sent while the cell runs, with a number; its host waited for that number before it took the cell's end."""
+    display = "from IPython.display import display\ndisplay({'text/plain': 'large', 'a/b': 1 << 70}, raw=True)"
+    future = own_mesh.run(f"{display}\n{gate.wait}", ranks=1, wait=False, echo=False)
+    when(lambda: "OverflowError" in own_mesh.logs(1))
+    gate.open()
+    future.result(30)
+    assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}

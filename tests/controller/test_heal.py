@@ -107,12 +107,15 @@ def test_a_rank_can_be_replaced_again_and_again(pair: Mesh) -> None:
 def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     (server,) = set(values(pair, "__import__('os').getppid()").values())
     pair.run("again = 1", setup=True, echo=False)
+    pair.run("again += 1", echo=False)
     pair.run("kept = list([rank])", echo=False)
     os.kill(server, signal.SIGKILL)
     when(lambda: len(pair.session.lost) == 2)
     healed = pair.heal()
     assert healed.missing == {rank: {"kept": "no other rank was left that held it"} for rank in (0, 1)}
     assert "not on ranks 0-1: kept (no other rank was left that held it)" in str(healed)
+    assert values(pair, "again") == {0: 1, 1: 1}
+    assert "all ranks were lost: names have what these cells gave them, and not what later ones made" in str(healed)
     assert set(values(pair, "__import__('os').getppid()").values()) != {server}
     assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
 

@@ -138,8 +138,8 @@ class Host:
         return [item.text for item in shown if isinstance(item, messages.Notice)]
 
 
-def heartbeat(line: int | None = None) -> messages.RankHeartbeat:
-    return messages.RankHeartbeat(rank=0, call=None, line=line, rss_bytes=0, peak_rss_bytes=0)
+def heartbeat(line: int | None = None, num_outputs: int = 0) -> messages.RankHeartbeat:
+    return messages.RankHeartbeat(rank=0, call=None, line=line, rss_bytes=0, peak_rss_bytes=0, num_outputs=num_outputs)
 
 
 # ---- queues
@@ -234,6 +234,21 @@ def test_an_outcome_waits_for_the_output_that_was_printed_before_it() -> None:
     assert (host.reports(messages.CallFinished), host.sent(0)) == ([], ["c"])
     host.output(0, 1, "late\n")
     assert (host.outcomes("c"), host.sent(0)) == ({0: "ok"}, ["c", "d"])
+
+
+def test_an_outcome_does_not_wait_for_output_that_was_lost_with_a_connection() -> None:
+    host = Host(1)
+    host.cell("c", (0,))
+    host.cell("d", (0,))
+    host.output(0, 2, "second\n")
+    host.finish(0, "c", last_output_seq=3)
+    host.carry_out(host.ledger.heartbeat_received(heartbeat(num_outputs=2), host.now))
+    assert host.reports(messages.CallFinished) == []  # the third piece may still come
+    host.carry_out(host.ledger.heartbeat_received(heartbeat(num_outputs=3), host.now))
+    (finished,) = host.reports(messages.CallFinished)
+    shown = [item.item.text if hasattr(item, "item") else item.text for item in finished.items]
+    assert shown == ["a part of this rank's output was lost with a connection that has broken", "second"]
+    assert host.sent(0) == ["c", "d"]
 
 
 def test_an_outcome_whose_output_died_with_its_rank_counts() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
@@ -31,13 +33,35 @@ def test_ranks_that_end_with_their_fork_server_say_so(number: signal.Signals) ->
         call = started.start_cell_and_wait("import time\ntime.sleep(1000)")
         server._process.send_signal(number)
         finished = started.wait_for(messages.CallFinished, call)
-        exited = [report for report in started.reports if isinstance(report, messages.RankExited)]
+        (reported,) = [report for report in started.reports if isinstance(report, messages.RanksExited)]
+        exited = reported.exits  # of all at once: a client that hears of one must not take the others to be alive
         how = f"ended with the fork server that it was forked from, which was killed by {number.name}"
         assert [(report.rank, report.signal, report.description) for report in exited] == [
             (0, None, how),
             (1, None, how),
         ]
         assert {part.outcome.status for part in finished.outcomes} == {"lost"}
+
+
+def test_what_ranks_have_started_ends_with_their_fork_server_or_their_host(tmp_path: Path) -> None:
+    source = f"""
+    import subprocess, time
+    child = subprocess.Popen(["sleep", "1000"])
+    with open({str(tmp_path)!r} + "/pid", "w") as file:
+        file.write(str(child.pid))
+    """
+    for ends in ("fork server", "host"):
+        with running_host(1, torch=False) as started:
+            started.run(textwrap.dedent(source))
+            child = psutil.Process(int((tmp_path / "pid").read_text()))
+            server = started.agent.launcher.starter
+            assert isinstance(server, ForkStarter)
+            assert server._process is not None
+            if ends == "fork server":
+                server._process.kill()
+            else:
+                server._socket.shutdown(socket.SHUT_RDWR)  # as its own end is when it is killed
+            started.wait_until(lambda child=child: not child.is_running() or child.status() == "zombie")  # type: ignore[misc]
 
 
 _THREAD_AT_IMPORT = """

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from functools import partial
+from types import FrameType, SimpleNamespace
 
 import pytest
 
 from meshbook.rank import interrupt
 from meshbook.rank.interrupt import InterruptGate
+from meshbook.wire.interrupt_points import can_interrupt
 
 
 @pytest.fixture
@@ -181,3 +190,116 @@ def test_a_stop_told_by_signal_and_by_name_raises_once(gate: InterruptGate) -> N
     gate.disarm()
     gate.end()
     assert gate.num_raised == 1
+
+
+# ---- functions that must complete
+
+
+def test_a_stop_does_not_strike_between_a_lock_and_the_block_that_gives_it_back(gate: InterruptGate) -> None:
+    given_back = []
+    lock = SimpleNamespace(
+        acquire=None,
+        release=None,
+        __enter__=partial(signal.raise_signal, signal.SIGINT),  # a C function, as a real lock's: it has no frame
+        __exit__=lambda *_: given_back.append(True),
+    )
+    condition = threading.Condition(lock)  # type: ignore[arg-type]
+    gate.begin()
+    gate.arm()
+    with contextlib.suppress(KeyboardInterrupt), condition:
+        while True:
+            pass
+    gate.disarm()
+    gate.end()
+    assert given_back
+    assert gate.num_raised == 1
+
+
+def _main_frame() -> FrameType:
+    return sys._current_frames()[threading.main_thread().ident or 0]
+
+
+def test_a_stop_while_such_a_function_waits_for_a_lock_ends_the_wait_when_it_is_repeated(gate: InterruptGate) -> None:
+    handler = logging.Handler()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with handler.lock:  # type: ignore[union-attr]
+            held.set()
+            over.wait(30)
+
+    def stop() -> None:
+        while not over.wait(0.02):
+            if _main_frame().f_code is logging.Handler.acquire.__code__:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threads = [threading.Thread(target=hold), threading.Thread(target=stop)]
+    for thread in threads:
+        thread.start()
+    held.wait(30)
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        handler.acquire()
+    gate.disarm()
+    over.set()
+    for thread in threads:
+        thread.join(30)
+    gate.end()
+    assert gate.num_raised == 1
+
+
+def test_a_stop_ends_a_wait_for_a_queue_at_once(gate: InterruptGate) -> None:
+    items: queue.Queue[None] = queue.Queue()
+
+    def stop_once() -> None:
+        def waits(frame: FrameType) -> bool:
+            return (
+                frame.f_code is threading.Condition.wait.__code__
+                and frame.f_back is not None
+                and frame.f_back.f_code is queue.Queue.get.__code__
+            )
+
+        while not (waits(_main_frame()) and can_interrupt(_main_frame())):
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=stop_once)
+    thread.start()
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        items.get(timeout=30)
+    gate.disarm()
+    gate.end()
+    thread.join(30)
+    assert gate.num_raised == 1
+    assert items.not_empty.acquire(blocking=False)  # its lock was given back
+
+
+FORKS = """
+    import multiprocessing, os, signal, time
+    from functools import partial
+    from meshbook.rank.interrupt import InterruptGate
+
+    gate = InterruptGate()
+    gate.install()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    os.register_at_fork(after_in_parent=partial(signal.raise_signal, signal.SIGINT))
+    gate.begin()
+    gate.arm()
+    try:
+        child.start()
+        while True:
+            pass
+    except KeyboardInterrupt:
+        gate.disarm()
+        child.join(20)
+        print("interrupted,", "exit status", child.exitcode)
+"""
+
+
+def test_a_stop_that_comes_as_a_child_is_forked_is_not_dropped_and_the_child_is_known() -> None:
+    program = [sys.executable, "-c", textwrap.dedent(FORKS)]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "interrupted, exit status 0\n", run.stderr

@@ -56,6 +56,21 @@ def test_collectives_after_a_call_that_is_stopped_wait_until_it_is_over_everywhe
     assert not rank.is_held
 
 
+def test_a_late_abort_of_a_call_that_is_stopped_spares_what_the_rank_runs_then() -> None:
+    """It interrupted the rank as it formed groups for a heal, and the others waited for it."""
+    rank = Rank()
+    rank.groups.process_groups._generation.number = 1
+    rank.groups.process_groups._generation._num_rendezvous = 1  # it waits for the others
+    rank.begin()
+    rank.end("interrupted")
+    rank.state.ended(STOPPED, "cell 1", Outcome(status="interrupted"), now=0.0)
+    rank.groups.call_began(CallId("form-2"), "", 0.0)
+    rank.groups.abort("interrupted", interrupt=True, call=STOPPED)
+    assert not rank.groups.process_groups.is_broken
+    rank.groups.abort("interrupted", interrupt=True, call=CallId("form-2"))
+    assert rank.groups.process_groups.is_broken
+
+
 def test_a_call_that_was_taken_back_holds_nothing_when_the_rank_hears_of_it_at_last() -> None:
     rank = Rank()
     rank.groups.hold_after(STOPPED)

@@ -110,6 +110,15 @@ def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
     assert (ready.call, ready.info.groups, ready.info.backend) == ("start", "ready", "gloo")
 
 
+def test_a_client_that_hears_of_one_rank_that_ended_with_its_fork_server_hears_of_all() -> None:
+    world = World()
+    cause = "ended with the fork server"
+    exits = [messages.RankExited(rank, 9, None, None, "box", (), None, cause=cause) for rank in (0, 1, 2, 3)]
+    (changed,) = messages_of(world.host(messages.RanksExited(tuple(exits))), messages.MeshChanged)
+    assert [exited.rank for exited in changed.exited] == [0, 1, 2, 3]
+    assert {info.state for info in changed.info.ranks} == {"dead"}
+
+
 def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_lines() -> None:
     world = World(start=False)
     world.say(messages.StartMesh(call="start", spec=world.spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook.tensors.faults import FaultTable
+from meshbook.tensors.faults import MISSING, FaultTable
 
 
 def report(number: int, ename: str = "IndexError", **changes: Any) -> dict[str, Any]:
@@ -65,6 +65,12 @@ def test_an_error_of_a_secondary_fault_names_its_cause_and_reports_each_fault_on
     assert error.failures[0].ename == "IndexError"
     assert error.failures[0].ranks == (0,)
     assert all(known.fault.is_reported for known in table.of([7]).values())
+
+
+def test_parts_that_were_lost_long_ago_are_not_the_cause_of_a_later_fault() -> None:
+    secondary = report(5, "RuntimeError", secondary=True, lost=(8,))
+    table = table_after(((0,), report(-1, MISSING, spared={7: 1}, begun=(7,))), ((1,), secondary))
+    assert table.error_of(8).failures[0].ename == "RuntimeError"
 
 
 def test_an_id_that_all_ranks_left_unchanged_is_usable_once_its_fault_is_known() -> None:

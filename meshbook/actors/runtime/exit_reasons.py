@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.wire.messages import NodeAddress
@@ -14,12 +15,25 @@ class ExitReasons:
     def __init__(self) -> None:
         self.delay_s = 0.0  # usual delay of a report; 0: there are no reports
         self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
+        self._ended_with_mesh: BoundedDict[int, bool] = BoundedDict()
         self._changed = threading.Condition()
 
     def record(self, pid: int, reason: str) -> None:
         with self._changed:
             self._reason_by_pid[pid] = reason
             self._changed.notify_all()
+
+    def record_mesh_end(self, pids: Iterable[int], reason: str) -> None:
+        """Record that all processes of a mesh have ended with it."""
+        with self._changed:
+            for pid in pids:
+                self._ended_with_mesh[pid] = True
+                self._reason_by_pid.setdefault(pid, f"has ended with its mesh: {reason}")
+            self._changed.notify_all()
+
+    def has_mesh_ended(self, address: NodeAddress | None) -> bool:
+        """Return whether the process at `address` ended with the whole mesh."""
+        return address is not None and address.pid in self._ended_with_mesh
 
     def describe(self, address: NodeAddress | None, *, wait: bool) -> str:
         """Return why the process at `address` does not reply. With `wait`, waits up to `delay_s` for a report."""

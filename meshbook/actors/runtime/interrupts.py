@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import types
-from collections.abc import Coroutine, Generator
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final
 
 from meshbook.actors.runtime import futures
+from meshbook.wire.interrupt_points import PostponedInterrupt
 
 _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -16,6 +18,8 @@ _NO_EXCEPTION = ctypes.py_object()
 
 
 INTERRUPTED_BEFORE_START = "it was interrupted before it began"
+# Seconds until an interrupt is tried again that found its thread where it cannot be interrupted.
+_RETRY_S: Final = 0.005
 
 
 class _PlaceholderException(BaseException):
@@ -39,10 +43,13 @@ class Interruptible:
     """Marks user code as interruptible: `with self.section(key):` on its thread, `interrupt(key)` on another.
 
     `interrupt` raises a KeyboardInterrupt in the section: at once if the code waits in a Future's `get()`, otherwise
-    when the thread next runs Python: a `time.sleep` or a long C call finishes first.
+    when the thread next runs Python: a `time.sleep` or a long C call finishes first. Not inside the functions that must
+    complete (`wire/interrupt_points`): then it is tried again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
+        """call_later: calls a function after so many seconds, on any thread."""
+        self._call_later = call_later
         self._lock = threading.Lock()
         self.marked: set[Any] = set()  # keys whose code is to be interrupted, also if it has not begun
         self._key: Any = None
@@ -74,9 +81,16 @@ class Interruptible:
                 _cancel_async_exception(threading.get_ident())
 
     def interrupt(self, key: Any) -> None:
+        """Interrupt the section of this key, if the thread is in it. Does not wait."""
+        self._interrupt(key, PostponedInterrupt(ends_calls=False))
+
+    def _interrupt(self, key: Any, postponed: PostponedInterrupt) -> None:
         with self._lock:
             thread = self._thread
             if not thread or self._key != key:
+                return
+            if postponed.try_again(sys._current_frames().get(thread)):
+                self._call_later(_RETRY_S, lambda: self._interrupt(key, postponed))
                 return
             # In this order: a thread that is not waiting yet gets the exception before it starts to wait.
             self._is_exception_set = True

@@ -75,7 +75,7 @@ class ActorRunner:
             target=self._run, name=f"{messages.ACTOR_THREAD_PREFIX}{request.name}", daemon=True
         )
         self._loop: ActorLoop | None = None
-        self._interruptible = Interruptible()
+        self._interruptible = Interruptible(self._transport.reactor.call_later)
         self._is_stop_requested = False  # set while queued messages are still processed; the name is already free
         self._is_stopping = False  # its StopActor was processed: messages queued after it are refused
         self._stop_cause: Exception | None = None  # the cause of the end, passed to `__cleanup__`

@@ -172,15 +172,21 @@ class RankGroups:
 
     # ---- the service thread
 
-    def abort(self, reason: str, *, interrupt: bool, generation: int | None = None) -> None:
+    def abort(self, reason: str, *, interrupt: bool, generation: int | None = None, call: CallId | None = None) -> None:
         """Free the main thread from a collective that it waits in; on an interrupt only if it waits in one.
 
         Args:
-            generation: of the groups; see `AbortCollectives`.
+            generation, call: see `AbortCollectives`.
         """
         with self._abort_lock:  # so that groups that are created meanwhile hear of it
             if self._groups is None:
                 self._early_abort = (reason, generation)
+                return
+        if call is not None:
+            generation = (
+                self._groups.generation
+            )  # read before: groups that are formed once the call has ended are spared
+            if self._state.running_call_id != call:
                 return
         if not interrupt or self._groups.is_waiting:
             error = KeyboardInterrupt(reason) if interrupt else RankLost(reason)

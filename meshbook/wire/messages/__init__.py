@@ -140,6 +140,7 @@ HostReport = (
     | HostFailed
     | HostHeartbeat
     | RankExited
+    | RanksExited
     | CallOutput
     | CallFinished
     | CallProgressed

@@ -71,6 +71,8 @@ class AbortCollectives(Message):
     # of the groups: later ones are left alone, and if this one is formed after the message it is broken from the
     # start. It may arrive late or early, because groups are formed by another socket. None: those that there are.
     generation: int | None = None
+    # that the rank runs; it may have ended when this arrives, and what the rank runs then is not meant. None: any.
+    call: CallId | None = None
 
 
 class QueryPositions(Message):

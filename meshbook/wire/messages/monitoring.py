@@ -123,6 +123,7 @@ class RankHeartbeat(Message):
     peak_rss_bytes: int
     released_segments: tuple[str, ...] = ()  # shared segments of other processes that this rank no longer maps
     metrics: RankMetrics | None = None  # None: the probes are switched off
+    num_outputs: int = 0  # pieces of output that the rank had sent before this heartbeat
 
 
 class HostHeartbeat(Message):

@@ -95,6 +95,12 @@ class RankExited(Message):
         return self.cause or describe_exit(self.signal, self.exit_code)
 
 
+class RanksExited(Message):
+    """Several ranks have exited at once. One report, so that nobody takes some of them to be alive."""
+
+    exits: tuple[RankExited, ...]
+
+
 class HostReady(Message):
     host: int
     hostname: str
