@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,22 +197,26 @@ def _is_alike(spec: TensorSpec, other: TensorSpec) -> bool:
     )
 
 
-def targets_of(state: LoopState, things: Sequence[Any]) -> list[Any]:
-    """Return the remote tensors that the ranks are to load, in the order in which they were captured.
-
-    Gradients that are no more are made anew, empty.
-    """
+def targets_of(state: LoopState, things: Sequence[Any]) -> dict[int, Any]:
+    """Return the remote tensors that the ranks are to load, by the order in which they were captured; no gradients."""
     targets: dict[int, Any] = {}
     for captured, thing in zip(state, things, strict=True):
         if isinstance(captured, _Pickled):
             targets |= captured.slots
-        elif isinstance(thing, (nn.Module, torch.Tensor)):
-            for one, (_, tensor) in zip(_tensor_states(captured), _tensors_of(thing), strict=True):
-                if one.slot is not None:
-                    targets.setdefault(one.slot, tensor)
-                if one.gradient.slot is not None:
-                    targets.setdefault(one.gradient.slot, _gradient_to_load(one.gradient, tensor))
-    return [targets[slot] for slot in range(len(targets))]
+        for one, tensor in _tensor_states(captured, thing):
+            if one.slot is not None:
+                targets[one.slot] = tensor
+    return targets
+
+
+def gradients_of(state: LoopState, things: Sequence[Any]) -> dict[int, Any]:
+    """Return the same of gradients. Those that are no more are made anew, empty: call this when the rest is loaded."""
+    return {
+        one.gradient.slot: _gradient_to_load(one.gradient, tensor)
+        for captured, thing in zip(state, things, strict=True)
+        for one, tensor in _tensor_states(captured, thing)
+        if one.gradient.slot is not None
+    }
 
 
 def _gradient_to_load(gradient: _Gradient, leaf: Any) -> Any:
@@ -225,18 +229,22 @@ def _gradient_to_load(gradient: _Gradient, leaf: Any) -> Any:
         return torch.empty_like(leaf)
 
 
-def _tensor_states(captured: Any) -> list[_TensorState]:
-    return [captured] if isinstance(captured, _TensorState) else captured[1]
+def _tensor_states(captured: Any, thing: Any) -> Iterator[tuple[_TensorState, Any]]:
+    """Yield what was captured of the tensors of a module, or of a tensor itself, and these."""
+    if isinstance(thing, (nn.Module, torch.Tensor)):
+        states = captured[1] if isinstance(thing, nn.Module) else [captured]
+        yield from zip(states, (tensor for _, tensor in _tensors_of(thing)), strict=True)
 
 
-def restore(state: LoopState, things: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Load what is here into the objects. The ranks have been told to load `targets` before."""
+def restore(state: LoopState, things: Sequence[Any], gradients: Mapping[int, Any]) -> None:
+    """Load what is here into the objects. The ranks have been told to load the remote tensors before."""
     for captured, thing in zip(state, things, strict=True):
-        if isinstance(thing, (nn.Module, torch.Tensor)):
-            if isinstance(thing, nn.Module):
-                _set_module_modes(thing, captured[0])
-            for one, (_, tensor) in zip(_tensor_states(captured), _tensors_of(thing), strict=True):
-                _restore_tensor(one, tensor, targets)
+        for one, tensor in _tensor_states(captured, thing):
+            _restore_tensor(one, tensor, gradients)
+        if isinstance(thing, nn.Module):
+            _set_module_modes(thing, captured[0])
+        elif isinstance(thing, torch.Tensor):
+            continue
         elif isinstance(thing, torch.Generator):
             thing.set_state(captured)
         else:
@@ -244,13 +252,13 @@ def restore(state: LoopState, things: Sequence[Any], targets: Sequence[Any]) -> 
             _refill(thing, value) if not has_state(thing) else thing.load_state_dict(value)
 
 
-def _restore_tensor(state: _TensorState, tensor: torch.Tensor, targets: Sequence[Any]) -> None:
+def _restore_tensor(state: _TensorState, tensor: torch.Tensor, gradients: Mapping[int, Any]) -> None:
     gradient = state.gradient
     with torch.no_grad():
         if state.local is not None:
             tensor.copy_(state.local)
         if gradient.slot is not None:
-            tensor.grad = targets[gradient.slot]
+            tensor.grad = gradients[gradient.slot]
         elif tensor.is_leaf:
             tensor.grad = None if gradient.local is None else gradient.local.clone()
 

@@ -349,9 +349,10 @@ class Resilient:
         if "problem" in found:
             raise UsageError(found["problem"])
         snapshot = next(one for one in run.snapshots if one.number == found["number"])
-        targets = loop_states.targets_of(snapshot.state, self._things)
-        snapshot_ops.load(engine, targets, snapshot.number)
-        loop_states.restore(snapshot.state, self._things, targets)
+        snapshot_ops.load(engine, loop_states.targets_of(snapshot.state, self._things), snapshot.number)
+        gradients = loop_states.gradients_of(snapshot.state, self._things)
+        snapshot_ops.load(engine, gradients, snapshot.number)
+        loop_states.restore(snapshot.state, self._things, gradients)
         for name, random_state in snapshot.random.items():
             random_states.set_random_state(name, random_state)
         reached = max(run.reached, snapshot.step) if run.loop == snapshot.loop else snapshot.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -71,18 +71,25 @@ def collect(engine: TensorEngine, run: int) -> dict[str, Any]:
     return found
 
 
-def load(engine: TensorEngine, tensors: Sequence[Any], number: int) -> None:
-    """Have the ranks overwrite these tensors with what is in the snapshot that was collected. Does not wait."""
+def load(engine: TensorEngine, tensors: Mapping[int, Any], number: int) -> None:
+    """Have the ranks overwrite tensors with what is in the snapshot that was collected. Does not wait.
+
+    Args:
+        tensors: by their place among those given to `take`.
+    """
+    if not tensors:
+        return
+    places, targets = tuple(tensors), list(tensors.values())
     template = engine.templates.find_or_plan(
-        ("load_snapshot", len(tensors)),
+        ("load_snapshot", places),
         engine.planner.plan_rank_function,
         "load_snapshot",
-        ([TENSOR] * len(tensors), FLOAT),
-        mutates=tuple(range(len(tensors))),
+        ([TENSOR] * len(places), places, FLOAT),
+        mutates=tuple(range(len(places))),
         overwrites=True,
     )
-    ids = [tensor._handle.id for tensor in tensors]
-    dispatch.execute_template(engine, template, None, (), {}, [0, *ids], tensors, [float(number)])
+    numbers = [0, *(tensor._handle.id for tensor in targets)]
+    dispatch.execute_template(engine, template, None, (), {}, numbers, targets, [float(number)])
 
 
 def forget(engine: TensorEngine) -> None:

@@ -81,11 +81,11 @@ def collect_snapshot(run: float) -> None:
     store.loop_report = {"number": chosen.snapshot.number, "lacking": list(chosen.lacking)}
 
 
-def load_snapshot(tensors: Sequence[torch.Tensor], number: float) -> None:
+def load_snapshot(tensors: Sequence[torch.Tensor], places: Sequence[int], number: float) -> None:
     """Overwrite these tensors with what they held in the snapshot that was collected.
 
     Args:
-        tensors: as many as were given to `take_snapshot`, in the same order, with memory of the same sizes.
+        places: of each, its index among those that were given to `take_snapshot`.
     """
     loop = _current_store().loop
     held = [] if loop is None else [one for one in loop.complete if one.held is not None]
@@ -93,8 +93,8 @@ def load_snapshot(tensors: Sequence[torch.Tensor], number: float) -> None:
     part = snapshot.parts([_PART])[_PART]
     for resident in _modules():
         _reshard(resident)
-    for tensor, memory in zip(tensors, part.tensors, strict=True):
-        local = wait_local_tensor(tensor).detach()
+    for tensor, place in zip(tensors, places, strict=True):
+        local, memory = wait_local_tensor(tensor).detach(), part.tensors[place]
         local.copy_(memory.view(local.dtype).view(local.shape))
     buckets = pickle.loads(part.pickled)
     for resident in _ddp_modules():
