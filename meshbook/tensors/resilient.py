@@ -341,7 +341,11 @@ class Resilient:
         engine = self._engine
         try:
             engine.sender.check_open()
-        except RankLost:  # healed, with operations under way: they are undone now
+        except RankLost as error:  # healed, with operations under way: they are undone now
+            if engine.sender.is_closed_for_good:
+                raise UsageError(
+                    f"there is no snapshot to go back to: {error}. Then: mesh.resilient(..., restart=True)"
+                ) from error
             if engine.session.lost or engine.sender.error is not None:
                 raise
         engine.faults.check_ids(())  # undoes steps that the ranks have not taken
