@@ -38,7 +38,7 @@ MODELS = ("replicated", "cut", "fsdp", "ddp")
 
 def _network() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(16, 36), nn.ReLU(), nn.Dropout(0.1), nn.Linear(36, 24), nn.ReLU(), nn.Linear(24, 12)
+        nn.Linear(16, 600), nn.ReLU(), nn.Dropout(0.1), nn.Linear(600, 24), nn.ReLU(), nn.Linear(24, 12)
     )
 
 

@@ -144,7 +144,7 @@ transfer.{function} = dying
 """
 
 
-@pytest.mark.parametrize(("function", "count"), [("gather", 2), ("pass_on", 2), ("wait_for_all", 2)])
+@pytest.mark.parametrize(("function", "count"), [("gather", 3), ("pass_on", 2), ("wait_for_all", 2)])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_rank_that_is_lost_while_a_snapshot_is_taken_loses_none(
     duo: Mesh, function: str, count: int, before: bool
