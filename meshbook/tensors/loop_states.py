@@ -183,7 +183,7 @@ class _Capturing:
 
     def _pickled(self, value: Any) -> _Pickled:
         file = io.BytesIO()
-        pickler = _Pickler(file, self.slot)
+        pickler = _StatePickler(file, self.slot)
         pickler.dump(value)
         return _Pickled(file.getvalue(), pickler.local, pickler.remote)
 
@@ -237,7 +237,7 @@ def _tensor_states(captured: Any, thing: Any) -> Iterator[tuple[_TensorState, An
 
 
 def restore(state: LoopState, things: Sequence[Any], gradients: Mapping[int, Any]) -> None:
-    """Load what is here into the objects. The ranks have been told to load the remote tensors before."""
+    """Load what is here into the objects. The ranks have been sent what loads the remote tensors before."""
     for captured, thing in zip(state, things, strict=True):
         for one, tensor in _tensor_states(captured, thing):
             _restore_tensor(one, tensor, gradients)
@@ -248,7 +248,7 @@ def restore(state: LoopState, things: Sequence[Any], gradients: Mapping[int, Any
         elif isinstance(thing, torch.Generator):
             thing.set_state(captured)
         else:
-            value = _Unpickler(captured).load()
+            value = _StateUnpickler(captured).load()
             _refill(thing, value) if not has_state(thing) else thing.load_state_dict(value)
 
 
@@ -293,7 +293,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 # ---- pickling
 
 
-class _Pickler(pickle.Pickler):
+class _StatePickler(pickle.Pickler):
     """Leaves out tensors.
 
     Attributes:
@@ -325,7 +325,7 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     def __init__(self, pickled: _Pickled) -> None:
         super().__init__(io.BytesIO(pickled.data))
         self._pickled = pickled

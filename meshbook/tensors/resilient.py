@@ -30,7 +30,7 @@ Batch = TypeVar("Batch")
 Loader = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 # Faults in a row from which a loop goes on by itself without having come to another snapshot.
-MAX_FAULTS = 5
+MAX_FAULTS = 3
 
 _run_numbers = itertools.count(1)
 

@@ -116,7 +116,9 @@ def test_what_a_loader_draws_when_it_is_iterated_is_drawn_again_after_a_loss_in_
 ) -> None:
     cell = CELL
     if loader == "loader":
-        cell = "step = 0\n" + CELL.replace("for step, (x, y) in mesh.elastic(enumerate(loader)", "for x, y in mesh.elastic(loader")
+        cell = "step = 0\n" + CELL.replace(
+            "for step, (x, y) in mesh.elastic(enumerate(loader)", "for x, y in mesh.elastic(loader"
+        )
     set_up(mesh, "ddp")
     mesh.run(cell)
     expected = curve(mesh)

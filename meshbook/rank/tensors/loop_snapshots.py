@@ -7,6 +7,7 @@ snapshot is taken by an operation like any other, in order with the steps, so no
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -106,9 +107,7 @@ def forget_snapshots() -> None:
     _current_store().loop = None
 
 
-FUNCTIONS.update(
-    {one.__name__: one for one in (take_snapshot, collect_snapshot, load_snapshot, forget_snapshots)}
-)
+FUNCTIONS.update({one.__name__: one for one in (take_snapshot, collect_snapshot, load_snapshot, forget_snapshots)})
 
 
 def _current_store() -> TensorStore:
@@ -151,5 +150,7 @@ def _reshard(resident: ResidentModule) -> None:
 
 def _arrange_buckets(resident: ResidentModule, buckets: Any) -> None:
     """Have DDP sum gradients in the order of the snapshot, if the same parameters need them."""
-    if buckets is not None and sorted(sum(buckets, [])) == list(range(len(resident.trainable_indices))):
+    if buckets is not None and sorted(itertools.chain.from_iterable(buckets)) == list(
+        range(len(resident.trainable_indices))
+    ):
         gradient_buckets.arrange(resident.module, buckets)
