@@ -140,6 +140,7 @@ class Resilient:
         self._loop: ResilientLoop[Any] | None = None
         self._num_loops = 0
         self._num_faults, self._last_chosen = 0, -1  # in a row, and the snapshot that was gone back to
+        self._stopped_before: str | None = None  # what the last Stop before the block has interrupted
 
     def __repr__(self) -> str:
         loop = "no loop yet" if self._loop is None else f"step {self._loop.step} of loop {self._num_loops - 1}"
@@ -153,6 +154,7 @@ class Resilient:
         if known is not None and known.is_active:
             raise UsageError("another mesh.resilient runs on this mesh; end its block before you begin this one")
         self._num_loops, self._loop = 0, None
+        self._stopped_before = self._engine.session.foreground.interrupted_call
         # without a step there is nothing to go on with
         if known is not None and known.has_steps and not self._restart and known.structure == structure:
             self._go_back(known)
@@ -304,8 +306,9 @@ class Resilient:
     # ---- after a fault
 
     def is_loss(self, error: BaseException) -> bool:
-        """Whether an error comes of the loss of a rank."""
-        if isinstance(error, (CellInterrupted, HealError, UsageError)):
+        """Whether an error comes of the loss of a rank, and not of a Stop: a second press kills ranks."""
+        was_stopped = self._engine.session.foreground.interrupted_call != self._stopped_before
+        if was_stopped or isinstance(error, (CellInterrupted, HealError, UsageError)):
             return False
         return isinstance(error, RankLost) or (isinstance(error, MeshbookError) and bool(self._engine.session.lost))
 
