@@ -60,6 +60,14 @@ def resilient(mesh: Mesh, *things: Any, every: int = 50, restart: bool = False) 
 
 
 @dataclass
+class _Start:
+    """What the order of the batches may depend on, as it was when the loop began."""
+
+    random: dict[str, Any]
+    generators: list[torch.Tensor]
+
+
+@dataclass
 class _Snapshot:
     """This process's part of a snapshot.
 
@@ -68,6 +76,7 @@ class _Snapshot:
         loop: which loop of the run, counted from 0.
         step: how many steps of it are done.
         is_end: of its loop.
+        start: of its loop.
         random: states of this process's random generators.
         generators: states of `Resilient.generators`.
         taken: for `snapshot_ops.is_taken`.
@@ -77,18 +86,11 @@ class _Snapshot:
     loop: int
     step: int
     is_end: bool
+    start: _Start
     state: LoopState
     random: dict[str, Any]
     generators: list[torch.Tensor]
     taken: Future[Any] | None = None
-
-
-@dataclass
-class _Start:
-    """What the order of the batches may depend on, as it was when the loop began."""
-
-    random: dict[str, Any]
-    generators: list[torch.Tensor]
 
 
 @dataclass
@@ -109,7 +111,6 @@ class _Run:
     loop: int = -1
     reached: int = 0
     is_active: bool = False
-    start: _Start | None = None
     snapshots: list[_Snapshot] = field(default_factory=list)
     snapshot_numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -242,29 +243,27 @@ class Resilient:
                 self._go_back(run, quiet=True)
             return True
         generators = [generator.get_state() for generator in self.generators(loop.loader)]
+        loop.start = _Start(random_states.random_states(), generators)
         run.loop, run.reached = number, 0
-        run.start = _Start(random_states.random_states(), generators)
         self.take(loop)
-        self._engine.wait()
-        snapshot = run.snapshots[-1]
-        if snapshot.taken is None or not snapshot_ops.is_taken(snapshot.taken, snapshot.number):
-            raise UsageError("the ranks could not copy the state of the loop; see the error of the operation before")
+        self._wait_until_taken()
         return True
 
     def take(self, loop: ResilientLoop[Any], *, is_end: bool = False) -> None:
         """Have a snapshot taken. Does not wait for it."""
         run = self._active()
         run.drop_replaced()
+        assert loop.start is not None  # it has begun
         state, tensors = loop_states.capture(self._things)
-        generators = [generator.get_state() for generator in self.generators(loop.loader)]
         snapshot = _Snapshot(
             next(run.snapshot_numbers),
             run.loop,
             loop.step,
             is_end,
+            loop.start,
             state,
             random_states.random_states(),
-            generators,
+            [generator.get_state() for generator in self.generators(loop.loader)],
         )
         run.snapshots.append(snapshot)
         snapshot.taken = snapshot_ops.take(self._engine, tensors, run.number, snapshot.number, loop.step)
@@ -272,8 +271,25 @@ class Resilient:
     def finish(self, loop: ResilientLoop[Any]) -> None:
         """Take the snapshot of a loop's end, and wait until the ranks have done all of it."""
         self.take(loop, is_end=True)
-        self._engine.wait()
+        self._wait_until_taken()
         self._active().drop_replaced()
+
+    def _wait_until_taken(self) -> None:
+        """Wait for the last snapshot.
+
+        Raises:
+            OperationFailed: a tensor of the state could not be computed.
+            RankLost, CellInterrupted: as for a cell.
+        """
+        self._engine.wait()
+        snapshot = self._active().snapshots[-1]
+        if snapshot.taken is None or not snapshot_ops.is_taken(snapshot.taken, snapshot.number):
+            _, tensors = loop_states.capture(self._things)
+            self._engine.faults.check_ids([tensor._handle.id for tensor in tensors])
+            raise UsageError(
+                f"the ranks have not copied the state of step {snapshot.step}: an operation before failed, or was "
+                "stopped. Run the block again"
+            )
 
     def count_step(self, loop: ResilientLoop[Any]) -> None:
         self._active().reached = loop.step
@@ -287,12 +303,11 @@ class Resilient:
 
     def batches(self, loop: ResilientLoop[Any]) -> Iterator[Any]:
         """Return the batches of a loop from the step of the last snapshot on."""
-        run = self._active()
-        assert run.start is not None  # the loop has begun
-        snapshot = run.snapshots[-1]
+        snapshot = self._active().snapshots[-1]
+        loop.start = start = snapshot.start
         # As at the beginning: loaders draw their order, and the seeds of workers, when they are iterated.
-        _set_random(run.start.random, self.generators(loop.loader), run.start.generators)
-        batches = iter(loop.loader() if callable(loop.loader) else loop.loader)
+        _set_random(start.random, self.generators(loop.loader), start.generators)
+        batches = iter(loop.loader if isinstance(loop.loader, Iterable) else loop.loader())
         loaders.skip(batches, snapshot.step)
         if snapshot.step:  # else what the loader has drawn when it was iterated comes after the snapshot
             _set_random(snapshot.random, self.generators(loop.loader), snapshot.generators)
@@ -386,10 +401,12 @@ class ResilientLoop(Generic[Batch]):
         step: how many steps of the loop are done, those before a fault included.
         loader: what it iterates over.
         heals: whether its body is in `run.step()`.
+        start: None: it has not begun.
     """
 
     def __init__(self, run: Resilient, loader: Loader[Batch], number: int) -> None:
         self.loader, self.step, self.heals = loader, 0, False
+        self.start: _Start | None = None
         self._run = run
         self._is_under_way = False
         self._batches: Iterator[Batch] | None = None  # None: to be made, from the last snapshot on

@@ -28,7 +28,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 
-STEPS = 60
+STEPS = 40
 _ROWS = 12  # of a batch
 
 # How the model lies on the mesh. "cut": its layers are cut over the axis, as in tensor parallel training.

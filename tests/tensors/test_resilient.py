@@ -231,7 +231,7 @@ def test_a_loop_that_was_stopped_while_it_waited_for_a_rank_goes_on(duo: Mesh, t
     duo.run(source.replace(DIES, stuck), ranks=1, echo=False)
 
     def stop_when_stuck() -> None:
-        when(sign.exists)
+        when(lambda: sign.exists() and not duo.session.foreground.is_idle)
         os.kill(os.getpid(), signal.SIGINT)
 
     stopper = threading.Thread(target=stop_when_stuck)
@@ -390,6 +390,25 @@ def test_a_loss_at_the_end_of_a_loop_is_made_good_in_it(duo: Mesh) -> None:
             with run.step():
                 total.add_(1)
     assert total.full_tensor().tolist() == [10.0] * 4
+
+
+def test_a_loop_in_which_an_operation_fails_on_one_rank_in_the_last_step_has_not_ended(duo: Mesh) -> None:
+    total, counts = small(duo, sharding_spec=["dp"]), []
+
+    def train() -> None:
+        with duo.resilient(total, counts, every=4) as run:
+            for _ in range(2):
+                for number in run.steps(range(10)):
+                    total.add_(1)
+                    counts.append(number)
+
+    fails = DIE_AT.format(name="aten::add_", count=10).replace(DIES, "raise ValueError('by the test')")
+    duo.run(fails, ranks=1, echo=False)
+    with pytest.raises(OperationFailed, match="ValueError: by the test"):
+        train()
+    train()
+    assert total.full_tensor().tolist() == [20.0] * 4
+    assert counts == [*range(10), *range(10)]
 
 
 def test_a_block_that_has_ended_well_begins_anew(duo: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
