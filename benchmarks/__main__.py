@@ -21,7 +21,7 @@ from benchmarks.report import verdict
 # Cheapest first.
 SUITE = (
     "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "heal", "bulk", "groups", "checkpoints",
-    "probes", "elastic", "actors", "tensors", "training", "feed", "scale",
+    "probes", "elastic", "resilient", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
 
 # Seconds after which a benchmark that has not ended is told to. The longest, scale, takes two minutes on two cores.

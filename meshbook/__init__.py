@@ -63,6 +63,7 @@ extensions.provide(
         "dashboard": "meshbook.dashboard.widget:dashboard",
         "feed": "meshbook.tensors.feeding:feed",
         "marimo_session": "meshbook.marimo.meshes:get_or_start_session",
+        "resilient": "meshbook.tensors.resilient:resilient",
         "spawn": "meshbook.actors.procs:spawn_on",
         "tensor_named": "meshbook.tensors.creation:adopt",
         "with_tensors": "meshbook.tensors.creation:with_tensors",

@@ -286,6 +286,11 @@ class ForegroundCalls:
         """Whether Stop was pressed while this was the foreground call."""
         return self._presses.was_interrupted(call)
 
+    @property
+    def interrupted_call(self) -> str | None:
+        """The foreground call that the last Stop interrupted; None: there was none."""
+        return self._presses.interrupted_call
+
     def _on_sigint(self) -> None:
         """Handle a SIGINT: a new Stop, or the second half of one that arrived as a message."""
         if self._presses.is_new_sigint(time.monotonic()):

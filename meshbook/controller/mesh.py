@@ -319,6 +319,34 @@ class Mesh(CheckpointMethods):
         found: AbstractContextManager[Any] = extensions.find("activate")(self)
         return found
 
+    def resilient(self, *things: Any, every: int = 50, restart: bool = False) -> Any:
+        """Run a loop on remote tensors so that a fault loses no step.
+
+            with mesh.resilient(model, opt, losses, every=50) as run:
+                for x, y in run.steps(loader):
+                    with run.step():
+                        ...
+
+        Every so many steps the ranks copy the state into their memory, while this process goes on. When a rank is lost
+        in `run.step()`, the mesh is healed, and the loop goes on from the last snapshot. After any other fault, and
+        without `run.step()`, it does so when the block is run again: after `mesh.heal()` where a rank was lost, after a
+        Stop or an exception at once.
+
+        Args:
+            things: what the steps change: modules, optimizers and whatever else has `state_dict` and
+                `load_state_dict`, tensors, `torch.Generator`s, lists, dicts and sets. They keep their identity. The
+                random states of torch, NumPy and Python here are always part of it.
+            every: steps between two snapshots.
+            restart: begin anew, whatever was interrupted.
+
+        Returns:
+            Resilient: to be used as a block.
+
+        Raises:
+            UsageError: an object cannot be put back, an optimizer's module is missing, or nothing is on this mesh.
+        """
+        return extensions.find("resilient")(self, *things, every=every, restart=restart)
+
     def _resolve_axis(self, axis: str | None) -> str:
         if axis is not None:
             self._axes.size_of(axis)

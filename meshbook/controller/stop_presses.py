@@ -56,6 +56,11 @@ class StopPresses:
         """Whether the last press interrupted this call."""
         return self._call == call
 
+    @property
+    def interrupted_call(self) -> str | None:
+        """The call that the last press interrupted; None: there was none."""
+        return self._call
+
     def call_ended(self) -> None:
         """Record the end of the foreground call."""
         self._killed_at = None

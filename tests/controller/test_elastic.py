@@ -110,6 +110,26 @@ def test_a_rank_that_is_lost_and_a_stop_while_it_goes_on_lose_no_step(mesh: Mesh
     assert curve(mesh) == expected
 
 
+@pytest.mark.parametrize("loader", ["enumerate(loader)", "loader"])
+def test_what_a_loader_draws_when_it_is_iterated_is_drawn_again_after_a_loss_in_the_first_steps(
+    mesh: Mesh, tmp_path: Path, loader: str
+) -> None:
+    cell = CELL
+    if loader == "loader":
+        cell = "step = 0\n" + CELL.replace(
+            "for step, (x, y) in mesh.elastic(enumerate(loader)", "for x, y in mesh.elastic(loader"
+        )
+    set_up(mesh, "ddp")
+    mesh.run(cell)
+    expected = curve(mesh)
+    set_up(mesh, "ddp", fault=once(tmp_path / "killed", "rank == 2 and len(losses) == 3", KILL))
+    with pytest.raises(RankLost):
+        mesh.run(cell)
+    mesh.heal()
+    assert "(snapshot of step 0; " in mesh.run(cell).output
+    assert curve(mesh) == expected
+
+
 def test_an_exception_in_the_body_leaves_the_snapshots_as_they_are(mesh: Mesh, tmp_path: Path) -> None:
     expected = expected_curve(mesh)
     set_up(mesh, "ddp", fault=once(tmp_path / "raised", "rank == 1 and step == 33", "1 / 0"))

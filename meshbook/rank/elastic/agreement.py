@@ -138,14 +138,26 @@ def decide(requests: Sequence[Request]) -> Begin | list[GoBack]:
     run = max((record.run for record in records if record is not None), default=0)
     latest = [record if record is not None and record.run == run else None for record in records]
     known = [record for record in latest if record is not None]
-    counted = {held.number: held for record in known for held in record.snapshots}
     if known and not first.restart and known[0].call == first.call:
         _check_possible(requests)
         return Begin(run)
     # without a snapshot the run had not come to its first step
-    if first.restart or not counted or not _goes_on(latest, first):
+    has_snapshots = any(record.snapshots for record in known)
+    if first.restart or not has_snapshots or not _goes_on(latest, first):
         _check_possible(requests)
         return Begin(run + 1)
+    return options_to_go_back(run, latest, first.loop)
+
+
+def options_to_go_back(run: int, records: Sequence[Record | None], loop: int) -> list[GoBack]:
+    """Return the snapshots of a run that some rank has, the newest first.
+
+    Args:
+        records: of this run, by rank.
+        loop: which loop of its cell asks.
+    """
+    known = [record for record in records if record is not None]
+    counted = {held.number: held for record in known for held in record.snapshots}
     found = []
     for number in sorted(counted, reverse=True):
         snapshot = counted[number]
@@ -153,10 +165,10 @@ def decide(requests: Sequence[Request]) -> Begin | list[GoBack]:
         option = GoBack(
             run,
             snapshot,
-            is_over=first.loop < snapshot.loop or snapshot.is_end,
-            is_own_loop=first.loop >= snapshot.loop,
+            is_over=loop < snapshot.loop or snapshot.is_end,
+            is_own_loop=loop >= snapshot.loop,
             reached=max(reached, snapshot.step),
-            held=tuple(_find(record, number) for record in latest),
+            held=tuple(_find(record, number) for record in records),
         )
         found.append(option)
     return found
@@ -309,10 +321,10 @@ class Plan(Struct, frozen=True, array_like=True):
         return "; ".join(dict.fromkeys(source.why_not for source in self.sources if source.why_not))
 
 
-def explain_loss(snapshot: HeldSnapshot, why: str) -> str:
+def explain_loss(snapshot: HeldSnapshot, why: str, function: str) -> str:
     return (
         f"the snapshot of step {snapshot.step} cannot be put together: {why}. Load a checkpoint, and call "
-        "mesh.elastic(..., restart=True)"
+        f"{function}(..., restart=True)"
     )
 
 
@@ -329,8 +341,8 @@ def explain_uneven_steps(snapshots: Sequence[HeldSnapshot]) -> str:
 
 def describe_going_back(decision: GoBack) -> str:
     """Return the line that is printed when a loop goes on."""
-    snapshot, lost = decision.snapshot, decision.lacking
-    of_lost = f"; what {name_ranks(lost)} held came from the others" if lost else ""
+    snapshot = decision.snapshot
+    of_lost = _describe_lost(decision.lacking)
     if decision.is_over and not decision.is_own_loop:
         return f"elastic: this loop had ended, and nothing of it is computed again{of_lost}"
     if decision.is_over:
@@ -338,7 +350,21 @@ def describe_going_back(decision: GoBack) -> str:
             f"elastic: this loop had ended at step {snapshot.step}, and its end is restored{of_lost}; "
             "restart=True begins it anew"
         )
-    again = decision.reached - snapshot.step
+    return f"elastic: {describe_position(decision.reached, snapshot.step, decision.lacking)}"
+
+
+def describe_position(reached: int, step: int, lacking: Sequence[int]) -> str:
+    """Return where a loop goes on.
+
+    Args:
+        reached: how many steps were done before the fault.
+        step: that of the snapshot.
+        lacking: ranks whose parts of it came from others.
+    """
+    again = reached - step
     steps = "no step is" if not again else "1 step is" if again == 1 else f"{again} steps are"
-    why = f"snapshot of step {snapshot.step}; {steps} computed again{of_lost}"
-    return f"elastic: goes on at step {decision.reached} ({why})"
+    return f"goes on at step {reached} (snapshot of step {step}; {steps} computed again{_describe_lost(lacking)})"
+
+
+def _describe_lost(ranks: Sequence[int]) -> str:
+    return f"; what {name_ranks(ranks)} held came from the others" if ranks else ""

@@ -281,7 +281,10 @@ class ElasticLoop(Generic[Batch]):
         for name in self._names:
             if name not in own:
                 contents.restore(name, parts[name], self._runs.namespace, meshes)
-        self._set_now(contents.unpickle_part(parts[_NOW], meshes))
+        if (
+            self.step or decision.is_over
+        ):  # else what the loader has drawn when it was iterated comes after the snapshot
+            self._set_now(contents.unpickle_part(parts[_NOW], meshes))
 
     def _check_names(self, parts: dict[str, Part]) -> None:
         if missing := [name for name in self._names if name not in parts]:

@@ -52,6 +52,7 @@ class Run:
         one_pass: the iterator that it takes its batches from, if it is one.
         complete: snapshots that every rank has completed; one, or two while it is not known whether all know.
         spare: one whose memory can be used again.
+        function: what the user has called, for errors.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Run:
     one_pass: object = None
     complete: list[Snapshot] = field(default_factory=list)
     spare: Snapshot | None = None
+    function: str = "mesh.elastic"
 
     def describe(self) -> Record:
         held = [snapshot.held for snapshot in self.complete if snapshot.held is not None]
@@ -141,7 +143,7 @@ class Run:
             if not plan.why_not:
                 return option, plan
         assert found[0] is not None
-        raise UsageError(explain_loss(options[0].snapshot, found[0].why_not))
+        raise UsageError(explain_loss(options[0].snapshot, found[0].why_not, self.function))
 
     def _exchange_parts(self, rank: int, chosen: GoBack, plan: Plan, have: Snapshot | None) -> Snapshot | None:
         """Send and receive parts of ranks that lack theirs. Return this rank's, if it is one of them. Blocks."""

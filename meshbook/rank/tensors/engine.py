@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshbook.rank.tensors import agreement, dtensor_patches, feeding, modes, shared_write
+from meshbook.rank.tensors import agreement, dtensor_patches, feeding, modes, shared_write, tensor_store
 from meshbook.rank.tensors.execution import execute, skip_from
 from meshbook.rank.tensors.fault_announcer import FaultAnnouncer
 from meshbook.rank.tensors.lowering import wait_local_tensor
@@ -146,6 +146,7 @@ class RankTensors:
         store.num_batches = command.ordinal + 1
         store.op_number, store.current_template, self._current_batch = command.first_op, None, (command, store)
         agreement.current_tracker, modes.current_batch_modes = store.step_tracker, store.modes
+        tensor_store.current_store = store
         counts_before = _collective_counts(store.mesh)
         try:
             store.modes.begin()
@@ -157,6 +158,7 @@ class RankTensors:
         finally:
             store.modes.end()
             self._current_batch = agreement.current_tracker = modes.current_batch_modes = None
+            tensor_store.current_store = None
             store.step_tracker.end()
             client = command.engine.partition("|")[0]
             if client in self._dropped_clients:
@@ -232,6 +234,8 @@ class RankTensors:
                     answer = {"poison": poison.as_dict()}
         for number in command.evicted_templates:
             store.drop_template(number)
+        if store.loop_report:
+            answer["loop"], store.loop_report = store.loop_report, {}
         if store.faults:
             answer["faults"] = [fault.as_dict() for fault in store.faults]
             store.faults = []

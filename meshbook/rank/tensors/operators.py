@@ -398,6 +398,10 @@ LAZY_FUNCTION_MODULES = {
     "set_modes": "modes",
     "begin_step": "agreement",
     "end_step": "agreement",
+    "take_snapshot": "loop_snapshots",
+    "collect_snapshot": "loop_snapshots",
+    "load_snapshot": "loop_snapshots",
+    "forget_snapshots": "loop_snapshots",
 }
 
 # Operations that overwrite all of their target, which clears a fault of it.

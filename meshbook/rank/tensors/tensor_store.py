@@ -24,6 +24,7 @@ from meshbook.rank.tensors.templates import CompiledTemplate
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from meshbook.rank.elastic.runs import Run
 
 # The error of what a new process of a rank lacks; the controller raises a RankLost for it.
 MISSING = "PartLost"
@@ -107,6 +108,8 @@ class TensorStore:
         num_batches: how many batches of the engine have come to this rank, run or not.
         num_heals: how often its ranks were replaced.
         missing: what this rank, a new process, lacks of what its predecessor held: in words, by id.
+        loop: the snapshots of a `mesh.resilient` loop (`loop_snapshots`).
+        loop_report: what the controller is to know of them, with the next reply.
     """
 
     name: str
@@ -127,6 +130,8 @@ class TensorStore:
     num_batches: int = 0
     num_heals: int = 0
     missing: dict[int, str] = field(default_factory=dict)
+    loop: Run | None = None
+    loop_report: dict[str, Any] = field(default_factory=dict)
     # Ids by storage of their tensors, maintained while there are faults, and the set of ids in it.
     _ids_by_storage: dict[int, list[int]] = field(default_factory=dict)
     _indexed_ids: set[int] = field(default_factory=set)
@@ -227,6 +232,10 @@ class TensorStore:
         if not found:
             self._ids_by_storage, self._indexed_ids = {}, set()
         return list(found.values())
+
+
+# The store whose operations run now: a rank has one thread that runs them.
+current_store: TensorStore | None = None
 
 
 def local_tensor(tensor: Any) -> Any:
