@@ -44,9 +44,17 @@ _FORWARDED = (
     messages.RanksLeft,
     messages.WriteCheckpointMetadata,
     messages.DropCheckpoint,
+    messages.SetPreemptionPoint,
 )
 # Commands that service threads answer.
-_QUERIES = (messages.Complete, messages.Inspect, messages.PreviewNames, messages.OpenActors, messages.QueryPositions)
+_QUERIES = (
+    messages.Complete,
+    messages.Inspect,
+    messages.PreviewNames,
+    messages.OpenActors,
+    messages.QueryPositions,
+    messages.QueryPreemptionPoint,
+)
 
 
 class HostAgent:
@@ -77,6 +85,7 @@ class HostAgent:
         self._is_carrying_out = False
         self._processes = RankProcesses()
         self._on_all_exited: Callable[[], None] | None = None
+        self._on_last_left: Callable[[], None] | None = None  # the host received SIGTERM
         self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
         self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self)
         self._snapshots = SnapshotCollector(
@@ -111,6 +120,8 @@ class HostAgent:
                 self.stop(command.grace_s, lambda: None)
             case messages.Interrupt():
                 self._carry_out(ledger.stops.interrupt(command, now))
+            case messages.EndRanks():
+                self._carry_out(ledger.end_ranks(command.ranks))
             case messages.EndCall():
                 self._carry_out(ledger.calls.skip_waiting(command.call, now))
             case messages.InputReply():
@@ -125,6 +136,15 @@ class HostAgent:
                 urgent = isinstance(command, messages.FormGroups)
                 self._carry_out(ledger.enqueue(command, body, now, urgent=urgent))
 
+    def request_termination(self, on_stopped: Callable[[], None]) -> None:
+        """Report that this host is to end (SIGTERM). It stops when the supervisor has ended its last rank."""
+        ranks = tuple(record.rank for record in self.ledger.living())
+        if not ranks:
+            self.stop(0.0, on_stopped)
+            return
+        self._on_last_left = on_stopped
+        self._report(messages.TerminationRequested(ranks=ranks))
+
     def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
         """End every rank, in order if it listens, by SIGKILL after `grace_s` seconds; then call `on_stopped`.
 
@@ -138,8 +158,12 @@ class HostAgent:
         self._check_all_exited()
 
     def _check_all_exited(self) -> None:
-        if self._on_all_exited is not None and not self.ledger.living():
-            callback, self._on_all_exited = self._on_all_exited, None
+        if self.ledger.living():
+            return
+        if self._on_last_left is not None and self._on_all_exited is None:
+            self._on_all_exited = self._on_last_left
+        if self._on_all_exited is not None:
+            callback, self._on_all_exited, self._on_last_left = self._on_all_exited, None, None
             self._carry_out(self.ledger.calls.flush_orphans(self._loop.clock.monotonic()))
             self.launcher.close()
             callback()
@@ -217,6 +241,8 @@ class HostAgent:
                 self._snapshots.reply_received(message)
             case messages.CheckpointWritten():
                 self._report(message)
+            case messages.RankTerminating(rank=rank):
+                self._report(messages.TerminationRequested(ranks=(rank,)))
             case messages.RankExiting():
                 self._carry_out(ledger.ranks[message.rank].to_service(codec.encode_body(messages.Exit())))
             case messages.ServiceFailed():
@@ -287,6 +313,10 @@ class HostAgent:
                 self._carry_out(self.ledger.rank_lost(record.rank, self._loop.clock.monotonic()))
         self._check_all_exited()
 
+    def fork_server_terminating(self) -> None:
+        ranks = tuple(record.rank for record in self.ledger.living())
+        self._report(messages.TerminationRequested(ranks=ranks))
+
     def fork_server_exited(self, cause: str) -> None:
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
         ranks = [self._report_exit(pid, signal.SIGKILL, cause) for pid in self._processes.pids()]
@@ -307,6 +337,8 @@ class HostAgent:
         if found is None:
             return None
         record, process = self.ledger.ranks[found[0]], found[1]
+        if record.is_leaving and cause is None:
+            cause = "left (SIGTERM)"
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None
         oom_killed = number == signal.SIGKILL and not record.is_killed_by_us and self._snapshots.has_recent_oom_kill()

@@ -57,7 +57,7 @@ def main() -> None:
             agent.handle(command, frames[1])
 
     loop.watch_socket(supervisor_socket, hear)
-    signal.signal(signal.SIGTERM, lambda *_: agent.stop(1.0, loop.stop))
+    signal.signal(signal.SIGTERM, lambda *_: loop.call_later(0.0, lambda: agent.request_termination(loop.stop)))
     ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
     supervisor_socket.send_multipart(codec.encode(ready))
     loop.run()

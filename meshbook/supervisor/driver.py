@@ -112,8 +112,7 @@ class Driver:
 
     def run(self) -> None:
         """Serve until the mesh is stopped or orphaned."""
-        reason = f"its supervisor (pid {os.getpid()}) was ended by a signal (SIGTERM), and its ranks with it"
-        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, lambda: self._shut_down(reason)))
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, self._terminate))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, branch_from=self._branch_from)
@@ -126,6 +125,10 @@ class Driver:
         if self._host_socket is not None:
             self._host_socket.close()
         self._context.term()
+
+    def _terminate(self) -> None:
+        if not self._stopping:
+            self._apply_effects(self._state.termination_requested(self._now()))
 
     def _truncate_log(self) -> None:
         logfile.truncate_log(self._folder / "supervisor.log")

@@ -24,6 +24,7 @@ from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
+from meshbook.supervisor.preemption import Preemption
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
@@ -59,9 +60,19 @@ class MeshState:
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
-        self._healing = Healing(self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.info)
         self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
-        self._scheduler.end_listeners.append(self.saves.call_ended)
+        self._healing = Healing(
+            self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.saves, self.info
+        )
+        self._preemption = Preemption(
+            self._ranks, self._groups, self._scheduler, self.saves, lambda: self._healing.is_active,
+            pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
+        )  # fmt: skip
+        self.saves.end_listeners.append(self._preemption.save_ended)
+        self._scheduler.end_listeners += [
+            lambda call, parts: self.saves.call_ended(call.id, parts),
+            self._preemption.call_ended,
+        ]
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -69,7 +80,8 @@ class MeshState:
             messages.InputReply: self._reply_input,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
-            messages.HealMesh: lambda client, command, _, now: self._healing.begin(client.id, command, now),
+            messages.HealMesh: self._heal,
+            messages.PlanPreemption: self._plan_preemption,
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
@@ -91,12 +103,14 @@ class MeshState:
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
                 *self._healing.call_ended(now),
+                *self._preemption.advance(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
             messages.CheckpointWritten: self.saves.written,
+            messages.TerminationRequested: lambda host, report, now: self._preemption.requested(report.ranks, now),
         }
 
     # ---- inputs
@@ -165,9 +179,16 @@ class MeshState:
                 effects = self._scheduler.send_deferred(now)
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
+            case "preemption":
+                effects = self._preemption.timer_fired(argument, now)
             case _:
                 effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
+                effects += self._preemption.advance(now)
         return self._past_cells.keep(effects, now)
+
+    def termination_requested(self, now: float) -> list[Effect]:
+        """Handle a SIGTERM of the supervisor's own process."""
+        return self._preemption.requested(None, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
@@ -226,6 +247,18 @@ class MeshState:
         if isinstance(command, messages.SaveCheckpoint) and (problem := self.saves.began(command)):
             return self._refuse(client, command.call, "MeshShapeError", problem)
         return self._scheduler.start(client, command, body, now, self.wall_time(now))
+
+    def _heal(self, client: Client, command: messages.HealMesh, body: bytes, now: float) -> list[Effect]:
+        if self._preemption.is_active:
+            text = "processes of this mesh received SIGTERM and are about to end; heal when they have"
+            return self._refuse(client, command.call, "HealError", text)
+        return self._healing.begin(client.id, command, now)
+
+    def _plan_preemption(
+        self, client: Client, command: messages.PlanPreemption, body: bytes, now: float
+    ) -> list[Effect]:
+        self._preemption.plan(command)
+        return self._reply(client, command)
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
         if self._startup.spec is None:
