@@ -85,7 +85,6 @@ class HostAgent:
         self._is_carrying_out = False
         self._processes = RankProcesses()
         self._on_all_exited: Callable[[], None] | None = None
-        self._on_last_left: Callable[[], None] | None = None  # the host received SIGTERM
         self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
         self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self)
         self._snapshots = SnapshotCollector(
@@ -110,7 +109,10 @@ class HostAgent:
                     self._sockets.expect(rank, started.incarnation)
                 self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
             case messages.TakeSnapshots():
-                targets = [self._snapshot_target(ledger.ranks[rank], now) for rank in ledger.local(command.ranks)]
+                targets = [
+                    _snapshot_target(ledger, ledger.ranks[rank], self._processes.get(rank), now)
+                    for rank in ledger.local(command.ranks)
+                ]
                 self._snapshots.collect(command, body, targets)
             case messages.QueryLogs():
                 record = ledger.ranks.get(command.rank)
@@ -136,15 +138,6 @@ class HostAgent:
                 urgent = isinstance(command, messages.FormGroups)
                 self._carry_out(ledger.enqueue(command, body, now, urgent=urgent))
 
-    def request_termination(self, on_stopped: Callable[[], None]) -> None:
-        """Report that this host is to end (SIGTERM). It stops when the supervisor has ended its last rank."""
-        ranks = tuple(record.rank for record in self.ledger.living())
-        if not ranks:
-            self.stop(0.0, on_stopped)
-            return
-        self._on_last_left = on_stopped
-        self._report(messages.TerminationRequested(ranks=ranks))
-
     def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
         """End every rank, in order if it listens, by SIGKILL after `grace_s` seconds; then call `on_stopped`.
 
@@ -158,12 +151,8 @@ class HostAgent:
         self._check_all_exited()
 
     def _check_all_exited(self) -> None:
-        if self.ledger.living():
-            return
-        if self._on_last_left is not None and self._on_all_exited is None:
-            self._on_all_exited = self._on_last_left
-        if self._on_all_exited is not None:
-            callback, self._on_all_exited, self._on_last_left = self._on_all_exited, None, None
+        if self._on_all_exited is not None and not self.ledger.living():
+            callback, self._on_all_exited = self._on_all_exited, None
             self._carry_out(self.ledger.calls.flush_orphans(self._loop.clock.monotonic()))
             self.launcher.close()
             callback()
@@ -242,7 +231,7 @@ class HostAgent:
             case messages.CheckpointWritten():
                 self._report(message)
             case messages.RankTerminating(rank=rank):
-                self._report(messages.TerminationRequested(ranks=(rank,)))
+                self._report(messages.TerminationRequested((rank,)))
             case messages.RankExiting():
                 self._carry_out(ledger.ranks[message.rank].to_service(codec.encode_body(messages.Exit())))
             case messages.ServiceFailed():
@@ -264,21 +253,6 @@ class HostAgent:
         now = self._loop.clock.monotonic()
         ranks = tuple(self.ledger.rank_info(record, self.hostname, now) for record in self.ledger.ranks.values())
         self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=self._snapshots.drain_metrics()))
-
-    def _snapshot_target(self, record: RankRecord, now: float) -> SnapshotTarget:
-        process, running = self._processes.get(record.rank), record.running
-        pending = self.ledger.calls.get(None if running is None else running.call)
-        return SnapshotTarget(
-            rank=record.rank,
-            pid=record.pid,
-            beat_age_s=record.heartbeat_age_s(now),
-            is_dead=record.exit_reason is not None,
-            call=None if running is None else running.call,
-            label=self.ledger.label_of_running(record),
-            is_cell=pending is not None and isinstance(pending.command, messages.RunCell),
-            running_s=None if running is None else now - record.running_since,
-            last_collective=None if process is None else process.crash_log.read_note(),
-        )
 
     # ---- processes: what the launcher reports
 
@@ -314,8 +288,7 @@ class HostAgent:
         self._check_all_exited()
 
     def fork_server_terminating(self) -> None:
-        ranks = tuple(record.rank for record in self.ledger.living())
-        self._report(messages.TerminationRequested(ranks=ranks))
+        self._report(messages.TerminationRequested(self.ledger.living_ranks))
 
     def fork_server_exited(self, cause: str) -> None:
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
@@ -379,3 +352,19 @@ class HostAgent:
         for text in texts:
             self._carry_out(self.ledger.text_read(rank, text, self._loop.clock.monotonic()))
         return "".join(text.text for text in texts)
+
+
+def _snapshot_target(ledger: HostLedger, record: RankRecord, process: RankProcess | None, now: float) -> SnapshotTarget:
+    running = record.running
+    pending = ledger.calls.get(None if running is None else running.call)
+    return SnapshotTarget(
+        rank=record.rank,
+        pid=record.pid,
+        beat_age_s=record.heartbeat_age_s(now),
+        is_dead=record.exit_reason is not None,
+        call=None if running is None else running.call,
+        label=ledger.label_of_running(record),
+        is_cell=pending is not None and isinstance(pending.command, messages.RunCell),
+        running_s=None if running is None else now - record.running_since,
+        last_collective=None if process is None else process.crash_log.read_note(),
+    )

@@ -45,6 +45,10 @@ class HostLedger:
         records = self.ranks.values() if ranks is None else [self.ranks[rank] for rank in ranks if rank in self.ranks]
         return [record for record in records if record.exit_reason is None]
 
+    @property
+    def living_ranks(self) -> Ranks:
+        return tuple(record.rank for record in self.living())
+
     # ---- commands
 
     def enqueue(self, command: Any, body: bytes, now: float, *, urgent: bool = False) -> Instructions:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
+from meshbook.supervisor.call_table import ActiveCall
 from meshbook.supervisor.effects import CommitCheckpoint, Effect, RemoveCheckpoint, SendToClient
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.rank_table import RankTable
@@ -78,9 +79,9 @@ class CheckpointSaves:
         self._saves[command.call] = _OpenSave(command)
         return ""
 
-    def call_ended(self, call: CallId, parts: Iterable[OutcomeGroup]) -> list[Effect]:
+    def call_ended(self, call: ActiveCall, parts: Iterable[OutcomeGroup]) -> list[Effect]:
         """The ranks' main threads are done with a call, perhaps a save's: all have copied their state, or it failed."""
-        save = self._saves.get(call)
+        save = self._saves.get(call.id)
         failed = [part for part in parts if part.outcome.status != "ok"]
         if save is None or not failed:
             return []

@@ -112,7 +112,8 @@ class Driver:
 
     def run(self) -> None:
         """Serve until the mesh is stopped or orphaned."""
-        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, self._terminate))
+        requested = lambda: self._apply_effects(self._state.preemption.requested(None, self._now()))  # noqa: E731
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, requested))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, branch_from=self._branch_from)
@@ -125,10 +126,6 @@ class Driver:
         if self._host_socket is not None:
             self._host_socket.close()
         self._context.term()
-
-    def _terminate(self) -> None:
-        if not self._stopping:
-            self._apply_effects(self._state.termination_requested(self._now()))
 
     def _truncate_log(self) -> None:
         logfile.truncate_log(self._folder / "supervisor.log")

@@ -10,13 +10,12 @@ middle of a step: then nothing but such a snapshot is saved. Pure: events in, ef
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.effects import Effect, SendToClient, SetTimer, Shutdown
 from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.wire import messages
@@ -30,7 +29,11 @@ _ASK_AGAIN_S = 1.0
 
 
 class Preemption:
-    """At most one at a time; signals that come during one join it."""
+    """At most one at a time; signals that come during one join it.
+
+    Attributes:
+        is_over: the mesh shuts down, and signals change nothing any more.
+    """
 
     def __init__(
         self,
@@ -38,8 +41,7 @@ class Preemption:
         groups: GroupState,
         scheduler: CallScheduler,
         saves: CheckpointSaves,
-        is_healing: Callable[[], bool],
-        *,
+        healing: Healing,
         pid: int,
         mesh_id: str,
     ) -> None:
@@ -49,9 +51,12 @@ class Preemption:
             mesh_id: unique, for the names of saves.
         """
         self._ranks, self._groups, self._scheduler, self._saves = ranks, groups, scheduler, saves
-        self._is_healing, self._pid, self._mesh_id = is_healing, pid, mesh_id
+        self._healing, self._pid, self._mesh_id = healing, pid, mesh_id
+        saves.end_listeners.append(self._save_ended)
+        scheduler.end_listeners.append(self._call_ended)
         self._plan: messages.PlanPreemption | None = None
         self._unsound: list[CallId] = []  # calls since the last that ended well, oldest first
+        self.is_over = False
         self._number = 0  # of preemptions; timers of earlier ones do nothing
         self._reset()
 
@@ -71,11 +76,21 @@ class Preemption:
 
     # ---- inputs
 
-    def plan(self, command: messages.PlanPreemption) -> None:
+    def plan(self, client: str, command: messages.PlanPreemption) -> list[Effect]:
         self._plan = command
+        return [SendToClient(client, messages.CommandReply(call=command.call))]
+
+    def refuse_heal(self, client: str, command: messages.HealMesh) -> list[Effect]:
+        """Refuse to heal while ranks are about to end; return nothing if none are."""
+        if not self.is_active:
+            return []
+        text = f"{self._who()} and ends; heal when it has"
+        return [SendToClient(client, messages.Refused(call=command.call, error="HealError", text=text))]
 
     def requested(self, ranks: Ranks | None, now: float) -> list[Effect]:
         """Processes received SIGTERM: those of these ranks; None: the supervisor."""
+        if self.is_over:
+            return []
         if ranks is None:
             self._ends_mesh = True
             if self._plan is None or not self._ranks.living:
@@ -92,7 +107,7 @@ class Preemption:
         self._number += 1
         return [self._timer("gathered", _GATHER_S)]
 
-    def call_ended(self, call: ActiveCall, parts: Parts) -> list[Effect]:
+    def _call_ended(self, call: ActiveCall, parts: Parts) -> list[Effect]:
         """A client's call has ended: does it leave names as a whole step has left them?"""
         if not call.runs_user_code:
             return []
@@ -103,7 +118,7 @@ class Preemption:
             self._unsound.append(call.id)
         return []
 
-    def save_ended(self, call: CallId, folder: str, error: str) -> list[Effect]:
+    def _save_ended(self, call: CallId, folder: str, error: str) -> list[Effect]:
         """A checkpoint was committed to this folder, or thrown away."""
         if call != self._save or self._step != "saving":
             return []
@@ -148,7 +163,7 @@ class Preemption:
 
     def advance(self, now: float) -> list[Effect]:
         """Do what waited for the end of a call: ask cells that have begun, or save."""
-        if self._step != "draining" or self._is_healing() or self._scheduler.is_comparing:
+        if self._step != "draining" or self._healing.is_active or self._scheduler.is_comparing:
             return []
         assert self._plan is not None
         self._scheduler.is_held = True
@@ -241,7 +256,7 @@ class Preemption:
         )
         self._save = save.call
         self._saves.began(save)
-        copied = lambda call, parts, now: self._saves.call_ended(call.id, parts)  # noqa: E731
+        copied = lambda call, parts, now: self._saves.call_ended(call, parts)  # noqa: E731
         return self._scheduler.run_own_call(save, now, copied, "saving a checkpoint")
 
     def _leave(self, outcome: str, now: float) -> list[Effect]:

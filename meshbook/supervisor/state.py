@@ -38,6 +38,7 @@ class MeshState:
 
     Attributes:
         saves: checkpoints that are being saved; the driver reports the ends of commits to it.
+        preemption: what follows a SIGTERM; the driver reports those of its own process to it.
     """
 
     def __init__(
@@ -64,15 +65,10 @@ class MeshState:
         self._healing = Healing(
             self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.saves, self.info
         )
-        self._preemption = Preemption(
-            self._ranks, self._groups, self._scheduler, self.saves, lambda: self._healing.is_active,
-            pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
-        )  # fmt: skip
-        self.saves.end_listeners.append(self._preemption.save_ended)
-        self._scheduler.end_listeners += [
-            lambda call, parts: self.saves.call_ended(call.id, parts),
-            self._preemption.call_ended,
-        ]
+        self._scheduler.end_listeners.append(self.saves.call_ended)
+        self.preemption = Preemption(
+            self._ranks, self._groups, self._scheduler, self.saves, self._healing, pid, f"{pid}-{started_at:.0f}"
+        )
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -80,8 +76,10 @@ class MeshState:
             messages.InputReply: self._reply_input,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
-            messages.HealMesh: self._heal,
-            messages.PlanPreemption: self._plan_preemption,
+            messages.HealMesh: lambda client, command, _, now: (
+                self.preemption.refuse_heal(client.id, command) or self._healing.begin(client.id, command, now)
+            ),
+            messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
@@ -103,14 +101,14 @@ class MeshState:
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
                 *self._healing.call_ended(now),
-                *self._preemption.advance(now),
+                *self.preemption.advance(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
             messages.CheckpointWritten: self.saves.written,
-            messages.TerminationRequested: lambda host, report, now: self._preemption.requested(report.ranks, now),
+            messages.TerminationRequested: lambda host, report, now: self.preemption.requested(report.ranks, now),
         }
 
     # ---- inputs
@@ -180,19 +178,15 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case "preemption":
-                effects = self._preemption.timer_fired(argument, now)
+                effects = self.preemption.timer_fired(argument, now)
             case _:
                 effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
-                effects += self._preemption.advance(now)
+                effects += self.preemption.advance(now)
         return self._past_cells.keep(effects, now)
-
-    def termination_requested(self, now: float) -> list[Effect]:
-        """Handle a SIGTERM of the supervisor's own process."""
-        return self._preemption.requested(None, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
-        self._calls.is_stopping = True
+        self._calls.is_stopping = self.preemption.is_over = True
 
     # ---- queries
 
@@ -247,18 +241,6 @@ class MeshState:
         if isinstance(command, messages.SaveCheckpoint) and (problem := self.saves.began(command)):
             return self._refuse(client, command.call, "MeshShapeError", problem)
         return self._scheduler.start(client, command, body, now, self.wall_time(now))
-
-    def _heal(self, client: Client, command: messages.HealMesh, body: bytes, now: float) -> list[Effect]:
-        if self._preemption.is_active:
-            text = "processes of this mesh received SIGTERM and are about to end; heal when they have"
-            return self._refuse(client, command.call, "HealError", text)
-        return self._healing.begin(client.id, command, now)
-
-    def _plan_preemption(
-        self, client: Client, command: messages.PlanPreemption, body: bytes, now: float
-    ) -> list[Effect]:
-        self._preemption.plan(command)
-        return self._reply(client, command)
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
         if self._startup.spec is None:
