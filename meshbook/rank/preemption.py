@@ -97,30 +97,33 @@ class TerminationSignal:
     """SIGTERM of this process: it does not end the process, but makes `fd` readable.
 
     User code that installs a handler of its own replaces this one. A child that user code forks is ended by SIGTERM,
-    as any process is.
+    as any process is. It is blocked during a fork: Python forgets a signal that comes to a child before its first line.
     """
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._pid = os.getpid()
+        self._forking = threading.local()  # `mask`: the signals that were blocked in this thread before its fork
 
     def install(self) -> None:
         """Main thread only; once."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        os.register_at_fork(after_in_child=self._restore_default)
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forked)
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child, in the moment after the fork
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"x")
 
-    def _restore_default(self) -> None:
+    def _block(self) -> None:
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _forked(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()

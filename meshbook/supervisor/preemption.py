@@ -64,11 +64,13 @@ class Preemption:
         self._step: str | None = None  # "gathering", "draining", "forming", "rolling back", "saving"
         self._leaving: set[int] = set()  # ranks that received SIGTERM
         self._ends_mesh = False  # the supervisor received it
-        self._asked: set[str] = set()  # calls whose ranks were asked, or have decided
-        self._num_asked = self._num_formed = 0
+        self._asked: set[str] = set()  # calls whose ranks were asked
+        self._undecided: set[str] = set()  # of these, those of which not all ranks have answered
+        self._num_asked = 0
         self._stopped: list[str] = []  # labels of calls that were stopped for it
         self._save: CallId | None = None
         self._outcome = self._remark = ""
+        self._is_saved = False
 
     @property
     def is_active(self) -> bool:
@@ -126,6 +128,7 @@ class Preemption:
         if error:
             self._outcome = self._without_checkpoint(error)
         else:
+            self._is_saved = True
             self._outcome = f"{self._outcome} saved in {folder}{self._remark}"
         return [self._timer("leave", 0.0)]
 
@@ -144,7 +147,11 @@ class Preemption:
                 return self._leave(self._without_checkpoint(f"{self._plan.grace_s:g} s were over {where}"), now)
             case "leave":
                 return self._leave(self._outcome, now)
-        return self.advance(now)
+            case "ask":
+                self._asked -= self._undecided
+                self._undecided.clear()
+                return self.advance(now)
+        return []
 
     # ---- the steps
 
@@ -206,7 +213,7 @@ class Preemption:
         point = messages.SetPreemptionPoint(ranks=call.ranks, about_call=call.id, at=at, reason=self._who())
         if at is not None:
             return [self._ranks.send(call.ranks, point)]
-        self._asked.discard(call.id)  # a rank that keeps the interpreter may have passed any number
+        self._undecided.add(call.id)  # a rank that keeps the interpreter may have passed any number
         return [self._ranks.send(call.ranks, point), self._timer("ask", _ASK_AGAIN_S)]
 
     def _stop_calls(self, now: float) -> list[Effect]:
@@ -264,9 +271,10 @@ class Preemption:
         leaving = tuple(rank for rank in sorted(self._leaving) if rank not in self._ranks.exited)
         who, plan = self._who(), self._plan
         ends_mesh = self._ends_mesh or set(leaving) == set(self._ranks.living)
-        is_saved = self._outcome == outcome and " saved in " in outcome
+        is_saved = self._is_saved
         self._reset()
-        self._scheduler.is_held = False
+        if not self._healing.is_active:
+            self._scheduler.is_held = False
         if ends_mesh:
             reason = f"{who}; {outcome}"
             if is_saved and plan is not None:
