@@ -42,7 +42,8 @@ class Healed:
     restored_from: str | None = None
 
     @classmethod
-    def of(cls, healed: messages.MeshHealed) -> Healed:
+    def of(cls, healed: messages.MeshHealed, *, has_checkpoint: bool = True) -> Healed:
+        """has_checkpoint: the folder of `healed.checkpoint` is there."""
         return cls(
             ranks=healed.ranks,
             seconds=healed.seconds,
@@ -53,14 +54,14 @@ class Healed:
                 rank: {name: source for name, (source, _) in found.items()} for rank, found in healed.restored.items()
             },
             missing=dict(healed.missing),
-            text=_describe(healed),
+            text=_describe(healed, has_checkpoint=has_checkpoint),
             checkpoint=healed.checkpoint.folder if healed.checkpoint is not None else None,
         )
 
     @property
     def missing_names(self) -> set[str]:
-        """The names that some new rank has not."""
-        return {name for names in self.missing.values() for name in names}
+        """The names that cells have bound and some new rank has not."""
+        return {name for names in self.missing.values() for name in names if name.isidentifier()}
 
     def after_restore(self, folder: str, names: Iterable[str]) -> Healed:
         """Return the same after all ranks were restored to a checkpoint that has these names."""
@@ -81,7 +82,7 @@ class Healed:
         return self.text
 
 
-def _describe(healed: messages.MeshHealed) -> str:
+def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
     if not healed.ranks:
         took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
         every = f"all {len(healed.info.ranks)} ranks are alive"
@@ -99,7 +100,7 @@ def _describe(healed: messages.MeshHealed) -> str:
     lines = [" · ".join(parts)]
     lines += [f"not replayed: {label}: {why}" for label, why in healed.failed]
     lines += _describe_missing(healed.missing)
-    lines += _describe_checkpoint(healed)
+    lines += _describe_checkpoint(healed, has_checkpoint=has_checkpoint)
     return "\n".join(lines)
 
 
@@ -134,7 +135,7 @@ def _describe_missing(missing: Mapping[int, Mapping[str, str]]) -> list[str]:
     return lines
 
 
-def _describe_checkpoint(healed: messages.MeshHealed) -> list[str]:
+def _describe_checkpoint(healed: messages.MeshHealed, *, has_checkpoint: bool) -> list[str]:
     saved = healed.checkpoint
     if saved is None:
         return []
@@ -142,6 +143,8 @@ def _describe_checkpoint(healed: messages.MeshHealed) -> list[str]:
     there = [name for name in saved.names if name in missing]
     step = "" if saved.step is None else f", step {saved.step}"
     path = saved.folder.rpartition("/")[0]
+    if not has_checkpoint:
+        return [f"{_names(there)}: the checkpoint {saved.folder} had it, and is no longer there"]
     return [
         f"{_names(there)}: in the checkpoint {path.rpartition('/')[2]}{step} ({format_age(healed.checkpoint_age_s)} "
         f"ago): %mesh restore {saved.folder} brings all ranks back to it"

@@ -10,7 +10,7 @@ from meshbook.controller import checkpoints
 from meshbook.controller.healed import Healed
 from meshbook.controller.session import Session
 from meshbook.errors import HealError, MeshbookError
-from meshbook.wire import messages
+from meshbook.wire import checkpoint_folders, messages
 
 # Seconds in which the rest of a heal must end after Stop: ranks that do not come back from it are reported after two.
 _STOP_TIMEOUT_S = 30.0
@@ -35,7 +35,9 @@ def heal(
     session.info = healed.info
     for hook in session.healed_hooks:
         hook()
-    found = Healed.of(healed)
+    saved = healed.checkpoint
+    has_checkpoint = saved is not None and os.path.exists(os.path.join(saved.folder, checkpoint_folders.MANIFEST))
+    found = Healed.of(healed, has_checkpoint=has_checkpoint)
     return found if restore is False else _restore(session, found, restore)
 
 

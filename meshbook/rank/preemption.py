@@ -27,8 +27,8 @@ def preempted() -> bool:
                 break
 
     Every rank of the cell calls this equally often, once per step: all get True in the same step, and again in every
-    later one. What `mesh.on_preemption` names is saved when the cell has ended. Costs less than a microsecond; it is
-    no collective. While the ranks agree on the step it waits for a few milliseconds.
+    later one. What `mesh.on_preemption` names is saved when the cell has ended. It costs a microsecond or
+    less, and is no collective. While the ranks agree on the step it waits for a few milliseconds.
 
     Raises:
         UsageError: this process is no rank.
@@ -45,7 +45,8 @@ class PreemptionPoint:
     """Whether the running call is preempted, and since which of its questions. Main thread and service thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._call: str | None = None
         self._num_asked = 0  # by this call
         self._undecided: str | None = None  # the call about which the supervisor has asked
@@ -55,12 +56,12 @@ class PreemptionPoint:
     # ---- the main thread
 
     def begin(self, call: CallId) -> None:
-        with self._changed:
+        with self._lock:
             self._call, self._num_asked = call, 0
 
     def ask(self) -> bool:
         """Count a question of the running call, and return the answer. Waits for a decision that is under way."""
-        with self._changed:
+        with self._lock:
             self._num_asked += 1
             while self._undecided is not None and self._undecided == self._call:
                 self._changed.wait()
@@ -70,12 +71,12 @@ class PreemptionPoint:
 
     def query(self, call: CallId) -> dict[str, int]:
         """Return how often a call has asked; from now on it waits where it asks. It may not have begun yet."""
-        with self._changed:
+        with self._lock:
             self._undecided = call
             return {"asked": self._num_asked if call == self._call else 0}
 
     def decide(self, call: CallId, at: int | None, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             if at is not None:
                 self._decided, self.reason = (call, at), reason
             if self._undecided == call:

@@ -89,6 +89,16 @@ class Preemption:
         text = f"{self._who()} and ends; heal when it has"
         return [SendToClient(client, messages.Refused(call=command.call, error="HealError", text=text))]
 
+    def takes_stop(self) -> bool:
+        """A client stops the mesh. Whether it ends by itself when names are saved, instead of now.
+
+        A front end that receives SIGTERM too shuts its kernels down, and these stop their meshes.
+        """
+        if not self.is_active or self._plan is None or not self._plan.names:
+            return False
+        self._ends_mesh = True
+        return True
+
     def requested(self, ranks: Ranks | None, now: float) -> list[Effect]:
         """Processes received SIGTERM: those of these ranks; None: the supervisor."""
         if self.is_over:

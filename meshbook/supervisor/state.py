@@ -270,6 +270,8 @@ class MeshState:
         return [self._ranks.send((command.rank,), command, body)]
 
     def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Effect]:
+        if self.preemption.takes_stop():
+            return self._reply(client, command)
         self.begin_shutdown()
         return [*self._reply(client, command), Shutdown(f"stopped by a {client.kind}")]
 

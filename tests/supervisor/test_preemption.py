@@ -165,6 +165,13 @@ def test_a_rank_that_dies_while_it_is_saved_ends_the_mesh_without_a_checkpoint(w
     assert "no checkpoint was written: rank 1 was killed by SIGKILL" in shutdown.reason
 
 
+def test_a_mesh_that_a_kernel_stops_meanwhile_ends_when_names_are_saved(world: Preempted) -> None:
+    world.plan("model")
+    begun = world.sigterm(1)
+    assert not steps_of(world.say(messages.StopMesh(call="stop")), s.Shutdown)  # type: ignore[arg-type]
+    assert steps_of(world.save_on_all(begun), s.Shutdown)
+
+
 def test_a_second_preemption_saves_again_and_timers_of_the_first_do_nothing(world: Preempted) -> None:
     world.plan("model")
     first = world.sigterm(1)
