@@ -70,7 +70,7 @@ def main() -> None:
             agent.stop(0.0, loop.stop)
 
     loop.watch_socket(supervisor_socket, hear)
-    signal.signal(signal.SIGTERM, lambda *_: loop.call_later(0.0, terminate))
+    loop.watch_signal(signal.SIGTERM, terminate)
     ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
     supervisor_socket.send_multipart(codec.encode(ready))
     loop.run()

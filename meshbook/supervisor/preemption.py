@@ -67,7 +67,7 @@ class Preemption:
         self._asked: set[str] = set()  # calls whose ranks were asked
         self._undecided: set[str] = set()  # of these, those of which not all ranks have answered
         self._num_asked = 0
-        self._stopped: list[str] = []  # labels of calls that were stopped for it
+        self._cut: list[str] = []  # labels of calls that were stopped meanwhile, by this or by a client
         self._save: CallId | None = None
         self._outcome = self._remark = ""
         self._is_saved = False
@@ -128,6 +128,8 @@ class Preemption:
                 self._unsound = []
         else:
             self._unsound.append(call.id)
+            if self.is_active and any(part.outcome.status not in ("ok", "error") for part in parts):
+                self._cut.append(call.label)
         return []
 
     def _save_ended(self, call: CallId, folder: str, error: str) -> list[Effect]:
@@ -230,7 +232,6 @@ class Preemption:
         effects: list[Effect] = []
         for call in self._scheduler.busy_cells():
             if call.client:
-                self._stopped.append(call.label)
                 stop = messages.Interrupt(ranks=call.ranks, target=call.id)
                 effects += self._scheduler.interrupt("", stop, now)
         return effects
@@ -249,8 +250,8 @@ class Preemption:
             return self._leave(self._without_checkpoint(f"{name_ranks(failed[0].ranks)}: {text}"), now)
         reply = parts[0].outcome.reply or {}
         if not reply["names"]:
-            if self._stopped:
-                why = f"{' and '.join(self._stopped)} was stopped, perhaps in the middle of a step"
+            if self._cut:
+                why = f"{' and '.join(self._cut)} was stopped, perhaps in the middle of a step"
                 return self._leave(self._without_checkpoint(why), now)
             self._remark = "; the last cell had not ended well, and what it changed is in it as it was left"
             return self._begin_save(self._plan.names, now)

@@ -163,18 +163,27 @@ def test_a_child_that_a_cell_forks_is_ended_by_sigterm_and_its_rank_is_not(mesh:
     assert mesh.session.lost == ()
 
 
-def test_a_cell_that_does_not_end_is_stopped_and_what_it_cut_is_not_saved(
+def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
     mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mesh.run("x = 1")
     mesh.checkpoint(tmp_path / "run1", "x", asynchronous=False)
-    mesh.on_preemption(tmp_path / "run1", "x", grace_s=6)
+    mesh.on_preemption(tmp_path / "run1", "x", grace_s=120)
     cell = begin(mesh, STUCK)
     sigterm(mesh, 2)
+    text = ""
+
+    def has_been_said(part: str) -> bool:
+        nonlocal text
+        text += capsys.readouterr().err
+        return part in text
+
+    when(lambda: has_been_said("rank 2 received SIGTERM"))
+    cell.interrupt()  # what the supervisor does after 80 s
     with pytest.raises(CellInterrupted):
         cell.result(60)
     assert exit_of(mesh, 2) == "left (SIGTERM)"
-    text = capsys.readouterr().err
+    when(lambda: has_been_said("rank 2 leaves"))
     assert "no checkpoint was written: the cell was stopped, perhaps in the middle of a step" in text
     assert f"the last one is {tmp_path / 'run1' / 'save-0001'}" in text
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 1
@@ -194,11 +203,15 @@ def test_a_supervisor_saves_what_was_asked_for_and_ends_with_status_0(pair: Mesh
         pair.run("x")
 
 
-def test_of_an_elastic_loop_that_has_to_be_stopped_the_last_snapshot_is_saved(pair: Mesh, tmp_path: Path) -> None:
+def test_of_an_elastic_loop_that_has_to_be_stopped_the_last_snapshot_is_saved(
+    pair: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     set_up(pair, "ddp", fault="if step == 15: print('at work'); __import__('time').sleep(1000)")
-    pair.on_preemption(tmp_path / "run1", "model", "losses", "attempt", grace_s=6)
-    begin(pair, CELL)
+    pair.on_preemption(tmp_path / "run1", "model", "losses", "attempt", grace_s=120)
+    cell = begin(pair, CELL)
     sigterm(pair)
+    when(lambda: "received SIGTERM" in capsys.readouterr().err)
+    cell.interrupt()
     assert "model, losses are saved in" in (reason := ended(pair))
     assert "as of step 10 of the elastic loop that was cut off, without attempt" in reason
     with create_mesh(2) as later:
@@ -221,15 +234,17 @@ def test_sigterm_to_every_process_of_a_job_saves_once_and_leaves_nothing(pair: M
     when(lambda: not any(process.is_running() for process in processes))
 
 
-def test_a_mesh_that_is_stuck_ends_when_the_time_is_over(pair: Mesh, tmp_path: Path) -> None:
+def test_a_cell_is_stopped_and_a_mesh_that_is_stuck_ends_when_the_time_is_over(pair: Mesh, tmp_path: Path) -> None:
     pair.run("x = 1")
     pair.on_preemption(tmp_path / "run1", "x", grace_s=6)
     begin(
         pair,
-        "import time\nprint('at work')\nwhile True:\n    try: time.sleep(1000)\n    except KeyboardInterrupt: pass",
+        "import time\nprint('at work')\nwhile True:\n    try: time.sleep(1000)\n"
+        f"    except KeyboardInterrupt: open({str(tmp_path / 'stopped')!r}, 'w').close()",
     )
     sigterm(pair)
     assert "no checkpoint was written: 6 s were over while a call was still running" in ended(pair)
+    assert (tmp_path / "stopped").exists()
 
 
 def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path: Path) -> None:

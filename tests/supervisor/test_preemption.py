@@ -312,3 +312,12 @@ def test_nothing_is_healed_while_ranks_are_about_to_end(world: Preempted) -> Non
     world.sigterm(2)
     (refused,) = messages_of(world.say(messages.HealMesh(call="heal")), messages.Refused)  # type: ignore[arg-type]
     assert (refused.error, refused.text) == ("HealError", "rank 2 received SIGTERM and ends; heal when it has")
+
+
+def test_a_cell_that_a_client_stops_meanwhile_is_cut_too(world: Preempted) -> None:
+    world.plan("model")
+    world.run("c1")
+    world.sigterm()
+    (back,) = messages_of(world.end_badly("c1", "interrupted"), messages.RollBack)
+    (shutdown,) = steps_of(world.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
+    assert "no checkpoint was written: cell 1 was stopped" in shutdown.reason
