@@ -55,7 +55,7 @@ class Preemption:
         saves.end_listeners.append(self._save_ended)
         scheduler.end_listeners.append(self._call_ended)
         self._plan: messages.PlanPreemption | None = None
-        self._unsound: list[CallId] = []  # calls since the last that ended well, oldest first
+        self._unsound: list[CallId] = []  # calls that ended badly since the last cell that ended well, oldest first
         self.is_over = False
         self._number = 0  # of preemptions; timers of earlier ones do nothing
         self._reset()
@@ -63,7 +63,8 @@ class Preemption:
     def _reset(self) -> None:
         self._step: str | None = None  # "gathering", "draining", "forming", "rolling back", "saving"
         self._leaving: set[int] = set()  # ranks that received SIGTERM
-        self._ends_mesh = False  # the supervisor received it
+        self._is_supervisor_signalled = False
+        self._is_stopped = False  # a client has stopped the mesh meanwhile
         self._asked: set[str] = set()  # calls whose ranks were asked
         self._undecided: set[str] = set()  # of these, those of which not all ranks have answered
         self._num_asked = 0
@@ -79,15 +80,18 @@ class Preemption:
     # ---- inputs
 
     def plan(self, client: str, command: messages.PlanPreemption) -> list[Effect]:
+        if self.is_active:
+            return self._refuse(client, command.call, "UsageError")
         self._plan = command
         return [SendToClient(client, messages.CommandReply(call=command.call))]
 
     def refuse_heal(self, client: str, command: messages.HealMesh) -> list[Effect]:
         """Refuse to heal while ranks are about to end; return nothing if none are."""
-        if not self.is_active:
-            return []
-        text = f"{self._who()} and ends; heal when it has"
-        return [SendToClient(client, messages.Refused(call=command.call, error="HealError", text=text))]
+        return self._refuse(client, command.call, "HealError") if self.is_active else []
+
+    def _refuse(self, client: str, call: CallId, error: str) -> list[Effect]:
+        text = f"{self._who()}, and what follows is under way; wait until it is over"
+        return [SendToClient(client, messages.Refused(call=call, error=error, text=text))]
 
     def takes_stop(self) -> bool:
         """A client stops the mesh. Whether it ends by itself when names are saved, instead of now.
@@ -96,7 +100,7 @@ class Preemption:
         """
         if not self.is_active or self._plan is None or not self._plan.names:
             return False
-        self._ends_mesh = True
+        self._is_stopped = True
         return True
 
     def requested(self, ranks: Ranks | None, now: float) -> list[Effect]:
@@ -104,7 +108,7 @@ class Preemption:
         if self.is_over:
             return []
         if ranks is None:
-            self._ends_mesh = True
+            self._is_supervisor_signalled = True
             if self._plan is None or not self._ranks.living:
                 return [
                     Shutdown(f"its supervisor (pid {self._pid}) was ended by a signal (SIGTERM), and its ranks with it")
@@ -124,7 +128,7 @@ class Preemption:
         if not call.runs_user_code:
             return []
         if all(part.outcome.status == "ok" or _is_at_safe_point(part.outcome) for part in parts):
-            if not self.is_active:
+            if not self.is_active and call.history_entry is not None:
                 self._unsound = []
         else:
             self._unsound.append(call.id)
@@ -153,7 +157,7 @@ class Preemption:
                 return self._begin(now)
             case "stop" if self._step == "draining":
                 return self._stop_calls(now)
-            case "over":
+            case "over" if not self._is_saved:
                 assert self._plan is not None
                 where = f"while {self._step}" if self._step != "draining" else "while a call was still running"
                 return self._leave(self._without_checkpoint(f"{self._plan.grace_s:g} s were over {where}"), now)
@@ -186,13 +190,13 @@ class Preemption:
             return []
         assert self._plan is not None
         self._scheduler.is_held = True
-        if exited := self._ranks.exited:
-            why = f"all ranks take part in one, and {name_ranks(exited)} is lost"
-            return self._leave(self._without_checkpoint(why), now)
         if busy := self._scheduler.busy_cells():
             return [effect for call in busy if call.client for effect in self._ask(call, now)]
         if not self._plan.names:
             return self._leave("nothing was to be saved", now)
+        if exited := self._ranks.exited:
+            why = f"all ranks take part in one, and {name_ranks(exited)} is lost"
+            return self._leave(self._without_checkpoint(why), now)
         if self._groups.status == "broken":
             self._step = "forming"
             return self._scheduler.form_groups(now, self._groups_formed)
@@ -281,7 +285,7 @@ class Preemption:
         """End the ranks that received SIGTERM, or the mesh."""
         leaving = tuple(rank for rank in sorted(self._leaving) if rank not in self._ranks.exited)
         who, plan = self._who(), self._plan
-        ends_mesh = self._ends_mesh or set(leaving) == set(self._ranks.living)
+        ends_mesh = self._is_supervisor_signalled or self._is_stopped or leaving == self._ranks.living != ()
         is_saved = self._is_saved
         self._reset()
         if not self._healing.is_active:
@@ -291,8 +295,8 @@ class Preemption:
             if is_saved and plan is not None:
                 reason += f": on a new mesh, %mesh restore {plan.path}"
             return [self._report(f"{reason}. The mesh ends"), Shutdown(reason)]
-        if not leaving:
-            return self._scheduler.resume(now)
+        if not leaving:  # they have ended otherwise
+            return [self._report(f"{who}; {outcome}"), *self._scheduler.resume(now)]
         leave = "leaves" if len(leaving) == 1 else "leave"
         text = f"{who}; {outcome}. {name_ranks(leaving)} {leave}; %mesh heal puts a new process in its place"
         end = self._ranks.send(leaving, messages.EndRanks(ranks=leaving))
@@ -301,7 +305,7 @@ class Preemption:
     # ---- words
 
     def _who(self) -> str:
-        if self._ends_mesh:
+        if self._is_supervisor_signalled:
             return f"its supervisor (pid {self._pid}) received SIGTERM"
         return f"{name_ranks(self._leaving)} received SIGTERM"
 

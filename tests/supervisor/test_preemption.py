@@ -169,7 +169,28 @@ def test_a_mesh_that_a_kernel_stops_meanwhile_ends_when_names_are_saved(world: P
     world.plan("model")
     begun = world.sigterm(1)
     assert not steps_of(world.say(messages.StopMesh(call="stop")), s.Shutdown)  # type: ignore[arg-type]
-    assert steps_of(world.save_on_all(begun), s.Shutdown)
+    (shutdown,) = steps_of(world.save_on_all(begun), s.Shutdown)
+    assert shutdown.reason.startswith("rank 1 received SIGTERM; model is saved in")
+
+
+def test_a_plan_is_not_replaced_while_it_is_carried_out(world: Preempted) -> None:
+    world.plan("model")
+    world.sigterm(1)
+    (refused,) = messages_of(world.plan(), messages.Refused)
+    assert refused.error == "UsageError"
+
+
+def test_a_rank_that_was_killed_before_it_could_leave_ends_nothing_else(world: Preempted) -> None:
+    first = world.host(messages.TerminationRequested(ranks=(1,)))
+    for rank in RANKS:
+        world.host(
+            messages.RankExited(
+                rank=rank, pid=7, exit_code=None, signal=9, host="b", last_lines=(), last_collective=None
+            )
+        )
+    effects = world.fire(first, "gathered")
+    assert not steps_of(effects, s.Shutdown)
+    assert not messages_of(effects, messages.EndRanks)
 
 
 def test_a_second_preemption_saves_again_and_timers_of_the_first_do_nothing(world: Preempted) -> None:
@@ -311,7 +332,8 @@ def test_nothing_is_healed_while_ranks_are_about_to_end(world: Preempted) -> Non
     world.plan("model")
     world.sigterm(2)
     (refused,) = messages_of(world.say(messages.HealMesh(call="heal")), messages.Refused)  # type: ignore[arg-type]
-    assert (refused.error, refused.text) == ("HealError", "rank 2 received SIGTERM and ends; heal when it has")
+    assert refused.error == "HealError"
+    assert refused.text.startswith("rank 2 received SIGTERM, and what follows is under way")
 
 
 def test_a_cell_that_a_client_stops_meanwhile_is_cut_too(world: Preempted) -> None:
