@@ -40,6 +40,7 @@ def test_all_ranks_are_preempted_at_the_same_question_whenever_it_is_decided(see
     with ThreadPoolExecutor(len(points)) as threads:
         looping = [threads.submit(run, point, count) for point, count in zip(points, ahead, strict=True)]
         asked = [point.query(CALL)["asked"] for point in drawn.sample(points, len(points))]  # type: ignore[arg-type]
+        threading.Event().wait(0.005)  # in which a rank that is not held would pass any number
         for point in points:
             point.decide(CALL, max(asked) + 1, "rank 2 received SIGTERM")  # type: ignore[arg-type]
         assert {future.result(20) for future in looping} == {max(asked) + 1}
