@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshbook.controller.results import RankValues
     from meshbook.controller.starting import attach, create_mesh
     from meshbook.rank.elastic.loop import elastic
+    from meshbook.rank.preemption import preempted
     from meshbook.rank.scalars import log
     from meshbook.tensors.api import distribute
     from meshbook.tensors.modules import module_to_mesh
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic", "errors",
-    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "record", "recover",
+    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
 ]  # fmt: skip
 
 _WHERE = {
@@ -49,6 +50,7 @@ _WHERE = {
     "distribute": "meshbook.tensors.api",
     "heal_mesh": "meshbook.controller.healing",
     "module_to_mesh": "meshbook.tensors.modules",
+    "preempted": "meshbook.rank.preemption",
     "record": "meshbook.tensors.recording",
     "recover": "meshbook.tensors.recovery",
 }

@@ -66,6 +66,10 @@ class UsageError(MeshbookError, ValueError):
     """A magic, command or call was used incorrectly; the message shows the correct form."""
 
 
+class Preempted(MeshbookError):
+    """A loop was ended at the end of a step, because a process of the mesh received SIGTERM."""
+
+
 class MeshTimeout(MeshbookError, TimeoutError):
     """The ranks did not reply within the timeout. What they run continues."""
 

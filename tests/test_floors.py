@@ -97,6 +97,7 @@ PURE = (
     "supervisor.call_table", "supervisor.cell_sources", "supervisor.checkpoints", "supervisor.clients",
     "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history",
     "supervisor.kept_output", "supervisor.monitoring", "supervisor.past_cells", "supervisor.position_queries",
+    "supervisor.preemption",
     "supervisor.rank_table", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
     "supervisor.stalls", "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults",
     "tensors.placement_rules", "wire.codec", "wire.messages",

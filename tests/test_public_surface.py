@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Exactly these: a name that is public by accident is a promise by accident.
 PUBLIC = {
     "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic", "errors",
-    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "record", "recover",
+    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
 }  # fmt: skip
 
 ERRORS = {
@@ -42,6 +42,7 @@ ERRORS = {
     "NotAttached",
     "OperationFailed",
     "PlacementError",
+    "Preempted",
     "ProtocolError",
     "RankLost",
     "Released",
@@ -77,6 +78,7 @@ MESH = {
     # checkpoints of what is on it
     "checkpoint",
     "checkpoints",
+    "on_preemption",
     "restore",
     # tensors and actors on it
     "activate",

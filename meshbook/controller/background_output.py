@@ -26,7 +26,9 @@ class BackgroundOutput:
         self._session = weakref.ref(session)
         self._call_ids = session.connection.call_ids
         self._console: Console | None = None
-        session.connection.listeners.orphan_output.append(self._on_orphan_output)
+        listeners = session.connection.listeners
+        listeners.orphan_output.append(self._on_orphan_output)
+        listeners.report_handlers[messages.MeshPreempted] = lambda report: self.notify(report.ranks, report.text)
 
     def _on_orphan_output(self, report: messages.CallOutput) -> None:
         session = self._session()

@@ -44,6 +44,25 @@ class CheckpointMethods(MeshInspection):
             self._session, self.ranks, path, names, step=step, asynchronous=asynchronous, overwrite=overwrite
         )
 
+    def on_preemption(self, path: str | os.PathLike[str] | None = None, *names: str, grace_s: float = 25.0) -> None:
+        """Have names saved, and cells end in time, when the mesh receives SIGTERM. Replaces an earlier plan.
+
+            mesh.on_preemption("run1", "model", "opt", grace_s=110)
+
+        Cells ask `meshbook.preempted()`; `mesh.elastic` loops end by themselves, with `Preempted`, after a step. A cell
+        that has not ended by two thirds of the time is stopped. Then the names are saved, as `checkpoint` does, and the
+        ranks leave; the whole mesh ends if its supervisor received the signal. See docs/preemption.md.
+
+        Args:
+            path, names: as for `checkpoint`; without them nothing is saved.
+            grace_s: seconds from SIGTERM until the ranks must have ended, less than the cluster waits before SIGKILL.
+
+        Raises:
+            UsageError: a path without names, or names without a path.
+            RankLost: a rank is lost.
+        """
+        checkpoints.plan_preemption(self._session, self.ranks, path, names, grace_s=grace_s)
+
     def restore(
         self, path: str | os.PathLike[str], *names: str, step: int | None = None
     ) -> checkpoints.SavedCheckpoint:

@@ -181,6 +181,24 @@ def save(
     return opened
 
 
+def plan_preemption(
+    session: Session, own: Ranks, path: str | os.PathLike[str] | None, names: Sequence[str], *, grace_s: float
+) -> None:
+    """Have the supervisor save names when a process of the mesh receives SIGTERM; see `Mesh.on_preemption`."""
+    _check_names(names)
+    if (path is None) != (not names):
+        raise UsageError(
+            'a path and names go together, as in mesh.on_preemption("run1", "model", "opt"); without both, cells get '
+            "time to end, and nothing is saved"
+        )
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 < grace_s < float("inf"):
+        raise UsageError(f"grace_s is the number of seconds between SIGTERM and SIGKILL, not {grace_s!r}")
+    _all_ranks(session, own)
+    folder = "" if path is None else _absolute(path)
+    command = messages.PlanPreemption(session.connection.next_call_id(), folder, tuple(names), float(grace_s))
+    session.call_supervisor(command, 5.0)
+
+
 def restore(
     session: Session, own: Ranks, path: str | os.PathLike[str], names: Sequence[str], *, step: int | None
 ) -> SavedCheckpoint:

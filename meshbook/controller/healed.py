@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshbook.controller.tables import format_seconds
+from meshbook.controller.tables import format_age, format_seconds
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
 
@@ -26,6 +26,8 @@ class Healed:
         failed: cells that could not be replayed, and why.
         restored: by new rank, names and the ranks that their values came from.
         missing: by new rank, names that others have and it has not, and why.
+        checkpoint: folder of the last checkpoint of this mesh that has such names; None: there is none.
+        restored_from: folder of the checkpoint that all ranks were then restored to; None: they were not.
     """
 
     ranks: Ranks
@@ -36,9 +38,12 @@ class Healed:
     restored: dict[int, dict[str, int]]
     missing: dict[int, dict[str, str]]
     text: str
+    checkpoint: str | None = None
+    restored_from: str | None = None
 
     @classmethod
-    def of(cls, healed: messages.MeshHealed) -> Healed:
+    def of(cls, healed: messages.MeshHealed, *, has_checkpoint: bool = True) -> Healed:
+        """has_checkpoint: the folder of `healed.checkpoint` is there."""
         return cls(
             ranks=healed.ranks,
             seconds=healed.seconds,
@@ -49,8 +54,24 @@ class Healed:
                 rank: {name: source for name, (source, _) in found.items()} for rank, found in healed.restored.items()
             },
             missing=dict(healed.missing),
-            text=_describe(healed),
+            text=_describe(healed, has_checkpoint=has_checkpoint),
+            checkpoint=healed.checkpoint.folder if healed.checkpoint is not None else None,
         )
+
+    @property
+    def missing_names(self) -> set[str]:
+        """The names that cells have bound and some new rank has not."""
+        return {name for names in self.missing.values() for name in names if name.isidentifier()}
+
+    def after_restore(self, folder: str, names: Iterable[str]) -> Healed:
+        """Return the same after all ranks were restored to a checkpoint that has these names."""
+        loaded = set(names)
+        missing = {
+            rank: {name: why for name, why in of_rank.items() if name not in loaded}
+            for rank, of_rank in self.missing.items()
+        }
+        text = f"{self.text}\nrestored on all ranks from {folder}: {_names(sorted(loaded))}"
+        return replace(self, missing=missing, text=text, restored_from=folder)
 
     @property
     def complete(self) -> bool:
@@ -61,7 +82,7 @@ class Healed:
         return self.text
 
 
-def _describe(healed: messages.MeshHealed) -> str:
+def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
     if not healed.ranks:
         took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
         every = f"all {len(healed.info.ranks)} ranks are alive"
@@ -83,6 +104,7 @@ def _describe(healed: messages.MeshHealed) -> str:
             "all ranks were lost: names have what these cells gave them, and not what later cells made of them"
         )
     lines += _describe_missing(healed.missing)
+    lines += _describe_checkpoint(healed, has_checkpoint=has_checkpoint)
     return "\n".join(lines)
 
 
@@ -115,6 +137,22 @@ def _describe_missing(missing: Mapping[int, Mapping[str, str]]) -> list[str]:
     if len(names_of) > _MAX_REASONS_SHOWN:
         lines.append("... and more: mesh.heal() returns all of it as .missing")
     return lines
+
+
+def _describe_checkpoint(healed: messages.MeshHealed, *, has_checkpoint: bool) -> list[str]:
+    saved = healed.checkpoint
+    if saved is None:
+        return []
+    missing = {name for names in healed.missing.values() for name in names}
+    there = [name for name in saved.names if name in missing]
+    step = "" if saved.step is None else f", step {saved.step}"
+    path = saved.folder.rpartition("/")[0]
+    if not has_checkpoint:
+        return [f"{_names(there)}: the checkpoint {saved.folder} had it, and is no longer there"]
+    return [
+        f"{_names(there)}: in the checkpoint {path.rpartition('/')[2]}{step} ({format_age(healed.checkpoint_age_s)} "
+        f"ago): %mesh restore {saved.folder} brings all ranks back to it"
+    ]
 
 
 def _names(names: Iterable[str]) -> str:

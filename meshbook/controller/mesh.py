@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -367,7 +368,9 @@ class Mesh(CheckpointMethods):
         """Send a signal to ranks; SIGKILL by default."""
         self._session.kill(self._parse_ranks(ranks), signal)
 
-    def heal(self, *, replay: bool = True, share: bool = True) -> Healed:
+    def heal(
+        self, *, replay: bool = True, share: bool = True, restore: bool | str | os.PathLike[str] = False
+    ) -> Healed:
         """Put new processes in the place of ranks that have exited; the other ranks keep all they have. Blocks.
 
         A new process runs the setup cells (`%%mesh --setup`, `run(..., setup=True)`), and the imports and definitions
@@ -377,14 +380,16 @@ class Mesh(CheckpointMethods):
         Args:
             replay: run those cells.
             share: copy what the others hold.
+            restore: if something could not be had, bring all ranks back to the last checkpoint of this mesh that has
+                it; or to the one in this folder.
 
         Returns:
             Healed: what is back, and by name what is not. Its text is what `%mesh heal` shows.
 
         Raises:
-            HealError: a cell runs, or the attempt failed. Living ranks keep what they hold.
+            HealError: a cell runs, or the attempt failed, or the restore did. Living ranks keep what they hold.
         """
-        return healing.heal(self._session, replay=replay, share=share)
+        return healing.heal(self._session, replay=replay, share=share, restore=restore)
 
     def dashboard(self) -> Any:
         """Return a live dashboard of these ranks with its controls: a widget, for the end of a cell.

@@ -44,9 +44,17 @@ _FORWARDED = (
     messages.RanksLeft,
     messages.WriteCheckpointMetadata,
     messages.DropCheckpoint,
+    messages.SetPreemptionPoint,
 )
 # Commands that service threads answer.
-_QUERIES = (messages.Complete, messages.Inspect, messages.PreviewNames, messages.OpenActors, messages.QueryPositions)
+_QUERIES = (
+    messages.Complete,
+    messages.Inspect,
+    messages.PreviewNames,
+    messages.OpenActors,
+    messages.QueryPositions,
+    messages.QueryPreemptionPoint,
+)
 
 
 class HostAgent:
@@ -101,7 +109,10 @@ class HostAgent:
                     self._sockets.expect(rank, started.incarnation)
                 self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
             case messages.TakeSnapshots():
-                targets = [self._snapshot_target(ledger.ranks[rank], now) for rank in ledger.local(command.ranks)]
+                targets = [
+                    _snapshot_target(ledger, ledger.ranks[rank], self._processes.get(rank), now)
+                    for rank in ledger.local(command.ranks)
+                ]
                 self._snapshots.collect(command, body, targets)
             case messages.QueryLogs():
                 record = ledger.ranks.get(command.rank)
@@ -111,6 +122,8 @@ class HostAgent:
                 self.stop(command.grace_s, lambda: None)
             case messages.Interrupt():
                 self._carry_out(ledger.stops.interrupt(command, now))
+            case messages.EndRanks():
+                self._carry_out(ledger.end_ranks(command.ranks))
             case messages.EndCall():
                 self._carry_out(ledger.calls.skip_waiting(command.call, now))
             case messages.InputReply():
@@ -217,6 +230,8 @@ class HostAgent:
                 self._snapshots.reply_received(message)
             case messages.CheckpointWritten():
                 self._report(message)
+            case messages.RankTerminating(rank=rank):
+                self._report(messages.TerminationRequested((rank,)))
             case messages.RankExiting():
                 self._carry_out(ledger.ranks[message.rank].to_service(codec.encode_body(messages.Exit())))
             case messages.ServiceFailed():
@@ -238,21 +253,6 @@ class HostAgent:
         now = self._loop.clock.monotonic()
         ranks = tuple(self.ledger.rank_info(record, self.hostname, now) for record in self.ledger.ranks.values())
         self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=self._snapshots.drain_metrics()))
-
-    def _snapshot_target(self, record: RankRecord, now: float) -> SnapshotTarget:
-        process, running = self._processes.get(record.rank), record.running
-        pending = self.ledger.calls.get(None if running is None else running.call)
-        return SnapshotTarget(
-            rank=record.rank,
-            pid=record.pid,
-            beat_age_s=record.heartbeat_age_s(now),
-            is_dead=record.exit_reason is not None,
-            call=None if running is None else running.call,
-            label=self.ledger.label_of_running(record),
-            is_cell=pending is not None and isinstance(pending.command, messages.RunCell),
-            running_s=None if running is None else now - record.running_since,
-            last_collective=None if process is None else process.crash_log.read_note(),
-        )
 
     # ---- processes: what the launcher reports
 
@@ -287,6 +287,9 @@ class HostAgent:
                 self._carry_out(self.ledger.rank_lost(record.rank, self._loop.clock.monotonic()))
         self._check_all_exited()
 
+    def fork_server_terminating(self) -> None:
+        self._report(messages.TerminationRequested(self.ledger.living_ranks))
+
     def fork_server_exited(self, cause: str) -> None:
         # all exits before any conclusion: a call that ends with the first of them must not call the others alive
         self._conclude_exits([self._take_exit(pid, signal.SIGKILL, cause) for pid in self._processes.kill_groups()])
@@ -305,6 +308,8 @@ class HostAgent:
         if found is None:
             return None
         record, process = self.ledger.ranks[found[0]], found[1]
+        if record.is_leaving and cause is None:
+            cause = "left (SIGTERM)"
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None
         oom_killed = number == signal.SIGKILL and not record.is_killed_by_us and self._snapshots.has_recent_oom_kill()
@@ -346,3 +351,19 @@ class HostAgent:
         for text in texts:
             self._carry_out(self.ledger.text_read(rank, text, self._loop.clock.monotonic()))
         return "".join(text.text for text in texts)
+
+
+def _snapshot_target(ledger: HostLedger, record: RankRecord, process: RankProcess | None, now: float) -> SnapshotTarget:
+    running = record.running
+    pending = ledger.calls.get(None if running is None else running.call)
+    return SnapshotTarget(
+        rank=record.rank,
+        pid=record.pid,
+        beat_age_s=record.heartbeat_age_s(now),
+        is_dead=record.exit_reason is not None,
+        call=None if running is None else running.call,
+        label=ledger.label_of_running(record),
+        is_cell=pending is not None and isinstance(pending.command, messages.RunCell),
+        running_s=None if running is None else now - record.running_since,
+        last_collective=None if process is None else process.crash_log.read_note(),
+    )

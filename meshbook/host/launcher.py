@@ -31,6 +31,9 @@ class LaunchEvents(Protocol):
     def fork_server_exited(self, cause: str) -> None:
         """All processes that were forked from it have ended with it."""
 
+    def fork_server_terminating(self) -> None:
+        """It has received SIGTERM, and goes on."""
+
     def start_failed(self, reason: str) -> None: ...
 
 
@@ -105,6 +108,7 @@ class RankLauncher:
             on_server_exit=self._fork_server_exited,
             on_failure=self._events.start_failed,
             on_fork_unsafe=self._fork_server_unsafe,
+            on_terminating=self._events.fork_server_terminating,
             with_torch=with_torch,
             listen_path=f"{self._folder}/h{self._host}-fork.sock",
             branch_from=branch_from,

@@ -18,6 +18,7 @@ from meshbook.host.stop_escalation import StopEscalation
 from meshbook.ids import Ranks
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome
+from meshbook.wire.process_control import ACTORS_GRACE_S
 
 # Seconds a query (completion, inspection) waits for ranks that keep the GIL.
 _QUERY_TIMEOUT_S = 1.0
@@ -43,6 +44,10 @@ class HostLedger:
         """The ranks that have not ended, of these or of all."""
         records = self.ranks.values() if ranks is None else [self.ranks[rank] for rank in ranks if rank in self.ranks]
         return [record for record in records if record.exit_reason is None]
+
+    @property
+    def living_ranks(self) -> Ranks:
+        return tuple(record.rank for record in self.living())
 
     # ---- commands
 
@@ -87,11 +92,23 @@ class HostLedger:
     def signal_ranks(self, ranks: Ranks, number: int) -> Instructions:
         return [instruction for record in self.living(ranks) for instruction in record.to_signal(number)]
 
-    def request_exit(self) -> Instructions:
-        """Ask every rank to end; commands that wait are dropped."""
+    def end_ranks(self, ranks: Ranks) -> Instructions:
+        """Ask preempted ranks to end; one that does not within ACTORS_GRACE_S is killed."""
+        leaving = self.living(ranks)
+        for record in leaving:
+            record.is_leaving = True
+
+        def kill(now: float) -> Instructions:
+            late = [record for record in leaving if record.exit_reason is None]
+            return [instruction for record in late for instruction in record.to_signal(signal.SIGKILL)]
+
+        return [*self.request_exit(ranks), SetAlarm(ACTORS_GRACE_S, kill)]
+
+    def request_exit(self, ranks: Ranks | None = None) -> Instructions:
+        """Ask these ranks, or all, to end; commands that wait are dropped."""
         body = codec.encode_body(messages.Exit())
         todo: Instructions = []
-        for record in self.living():
+        for record in self.living(ranks):
             record.queue.clear()
             if record.running is None and record.work_ready:
                 todo.append(SendWork(record.rank, body))

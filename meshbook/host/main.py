@@ -39,6 +39,8 @@ def main() -> None:
     keys.configure_socket(supervisor_socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
     supervisor_socket.connect(address)
 
+    is_terminating = False
+
     def report(message: messages.HostReport) -> None:
         try:
             frames = codec.encode(message)
@@ -46,6 +48,8 @@ def main() -> None:
             log.warning("%s", error)
             frames = codec.encode(failure_report_for(message, error))
         supervisor_socket.send_multipart(frames)
+        if is_terminating and isinstance(message, messages.RankExited) and not agent.ledger.living():
+            agent.stop(0.0, loop.stop)
 
     agent = HostAgent(loop, context, folder, token, host, report, mergeable=True)
 
@@ -56,8 +60,17 @@ def main() -> None:
         else:
             agent.handle(command, frames[1])
 
+    def terminate() -> None:
+        """SIGTERM: the supervisor ends the ranks, perhaps after a checkpoint, and this host ends with the last."""
+        nonlocal is_terminating
+        is_terminating = True
+        if ranks := agent.ledger.living_ranks:
+            report(messages.TerminationRequested(ranks))
+        else:
+            agent.stop(0.0, loop.stop)
+
     loop.watch_socket(supervisor_socket, hear)
-    signal.signal(signal.SIGTERM, lambda *_: agent.stop(1.0, loop.stop))
+    loop.watch_signal(signal.SIGTERM, terminate)
     ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
     supervisor_socket.send_multipart(codec.encode(ready))
     loop.run()

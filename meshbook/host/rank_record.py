@@ -35,6 +35,7 @@ class RankRecord:
     service_ready: bool = False
     exit_reason: str | None = None  # how it ended
     is_killed_by_us: bool = False  # by SIGKILL
+    is_leaving: bool = False  # it was asked to end, because it is preempted
     has_actors: bool = False
     queue: deque[QueuedCommand] = field(default_factory=deque)
     service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it is ready

@@ -109,6 +109,7 @@ class ForkStarter:
         on_server_exit: Callable[[str], None],
         on_failure: Callable[[str], None],
         on_fork_unsafe: Callable[[str, list[Callable[[Starter], None]]], None],
+        on_terminating: Callable[[], None],
         with_torch: bool,
         listen_path: str,
         branch_from: str | None = None,
@@ -120,11 +121,13 @@ class ForkStarter:
             on_failure: called when a fork failed, with the reason.
             on_fork_unsafe: called when the server may not fork, with the reason and the requests to retry with another
                 starter.
+            on_terminating: called when the server has received SIGTERM.
             listen_path: the socket where the server accepts requests to branch a server for another mesh.
             branch_from: the socket of such a server; if it is alive, it is branched instead of starting an interpreter.
         """
         self._loop, self._on_exit = loop, on_exit
         self._on_server_exit, self._on_failure, self._on_fork_unsafe = on_server_exit, on_failure, on_fork_unsafe
+        self._on_terminating = on_terminating
         self.with_torch = with_torch
         self.ready_s: float | None = None
         self._pending: deque[_PendingFork] = deque()
@@ -244,6 +247,8 @@ class ForkStarter:
                     self._pending.popleft().on_forked(pid)
                 case spawn.ForkFailed(reason=reason):
                     self._pending.popleft().on_failed(reason)
+                case spawn.ForkServerTerminating():
+                    self._on_terminating()
                 case spawn.ChildExited(pid=pid, status=status):
                     self._on_exit(pid, status)
 

@@ -1,4 +1,4 @@
-"""The commands of `%mesh` about checkpoints."""
+"""The commands of `%mesh` about checkpoints, and what may bring ranks back to one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def checkpoint(mesh: Mesh, options: argparse.Namespace) -> None:
     """Save, and say what was saved and what follows."""
     if not options.names:
         raise UsageError(f"which names? Write it like: %mesh checkpoint {options.path} model opt --step 800")
+    if options.on_preemption:
+        _plan_preemption(mesh, options)
+        return
+    if options.grace is not None:
+        raise UsageError("--grace is for --on-preemption: seconds between SIGTERM and the end")
     save = mesh.checkpoint(
         options.path,
         *options.names,
@@ -34,6 +39,19 @@ def restore(mesh: Mesh, options: argparse.Namespace) -> None:
     restored = mesh.restore(options.path, *options.names, step=options.step)
     names = options.names or restored.names
     print(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} as in {restored.folder}.")
+
+
+def heal(mesh: Mesh, options: argparse.Namespace) -> None:
+    """Heal, and say what came of it."""
+    print(mesh.heal(replay=not options.no_replay, share=not options.no_share, restore=options.restore))
+
+
+def _plan_preemption(mesh: Mesh, options: argparse.Namespace) -> None:
+    if options.step is not None or options.wait or options.overwrite:
+        raise UsageError("--on-preemption saves later, with a number of its own: leave out --step, --wait, --overwrite")
+    grace = {} if options.grace is None else {"grace_s": options.grace}
+    mesh.on_preemption(options.path, *options.names, **grace)
+    print(f"{', '.join(options.names)} will be saved in {options.path} when ranks of the mesh receive SIGTERM.")
 
 
 def list_checkpoints(mesh: Mesh, options: argparse.Namespace) -> Table:

@@ -178,10 +178,6 @@ def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
     print(f"Killed {name_ranks(ranks)}.")
 
 
-def _heal(notebook: Notebook, options: argparse.Namespace) -> None:
-    print(mesh_named(notebook).heal(replay=not options.no_replay, share=not options.no_share))
-
-
 # ---- values
 
 
@@ -414,13 +410,18 @@ COMMANDS = {
     "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
     "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
     "heal": MagicCommand(
-        "%mesh heal [--no-replay] [--no-share]",
+        "%mesh heal [--no-replay] [--no-share] [--restore [PATH]]",
         "Fresh processes in place of dead ranks; the others keep what they hold.",
-        _heal,
-        (_argument("--no-replay", action="store_true"), _argument("--no-share", action="store_true")),
+        lambda notebook, options: checkpoints.heal(mesh_named(notebook), options),
+        (
+            _argument("--no-replay", action="store_true"),
+            _argument("--no-share", action="store_true"),
+            _argument("--restore", nargs="?", const=True, default=False),
+        ),
         "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
-        "equally. --no-replay: run no cells. --no-share: copy nothing.",
-        complete=lambda notebook: ("--no-replay", "--no-share"),
+        "equally. --no-replay: run no cells. --no-share: copy nothing. --restore: where something is missing, all "
+        "ranks go back to the last checkpoint that has it, or to that in PATH.",
+        complete=lambda notebook: ("--no-replay", "--no-share", "--restore"),
     ),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
@@ -438,7 +439,7 @@ COMMANDS = {
         complete=_mesh_names,
     ),
     "checkpoint": MagicCommand(
-        "%mesh checkpoint PATH NAME [NAME ...] [--step N] [--wait] [--overwrite]",
+        "%mesh checkpoint PATH NAME [NAME ...] [--step N] [--wait] [--overwrite] [--on-preemption [--grace SECONDS]]",
         "Save names of the ranks in a folder below PATH.",
         lambda notebook, options: checkpoints.checkpoint(mesh_named(notebook), options),
         (
@@ -447,9 +448,12 @@ COMMANDS = {
             _STEP,
             _argument("--wait", action="store_true"),
             _argument("--overwrite", action="store_true"),
+            _argument("--on-preemption", action="store_true"),
+            _argument("--grace", type=float),
         ),
         "Modules, optimizers, tensors, values; the name rng: random numbers. --wait: until it is committed. "
-        "--overwrite: replace the checkpoint of this step.",
+        "--overwrite: replace the checkpoint of this step. --on-preemption: when ranks are ended (SIGTERM), in --grace "
+        "seconds (25).",
         complete=lambda notebook: checkpoints.folders(),
     ),
     "checkpoints": MagicCommand(

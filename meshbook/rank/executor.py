@@ -26,6 +26,7 @@ from meshbook.rank.healing.replay import replay_cells
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter
 from meshbook.wire import codec, messages
@@ -56,8 +57,9 @@ class Executor:
         reporter: Reporter,
         crash_log: CrashLog,
         checkpoints: CheckpointDoor,
+        preemption: PreemptionPoint,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints, self._preemption = checkpoints, preemption
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
@@ -74,6 +76,7 @@ class Executor:
             messages.ShareState: self._share_state,
             messages.SaveCheckpoint: self._save_checkpoint,
             messages.RestoreCheckpoint: self._restore_checkpoint,
+            messages.RollBack: self._roll_back,
         }
 
     # ---- the loop
@@ -102,6 +105,7 @@ class Executor:
         self._reporter.call_id = self._gate.call_id = command.call
         label = getattr(command, "label", "")
         self._crash_log.clear()
+        self._preemption.begin(command.call)
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()
         try:
@@ -227,7 +231,7 @@ class Executor:
             from meshbook.rank.elastic import loop
             from meshbook.rank.elastic.runs import ElasticRuns
 
-            self._elastic_runs = ElasticRuns(self._shell.user_ns, groups)
+            self._elastic_runs = ElasticRuns(self._shell.user_ns, groups, self._preemption)
             loop.install(self._elastic_runs)
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
@@ -259,6 +263,15 @@ class Executor:
         restored = self._runner.call(lambda: self._checkpoints.restore(command))
         bound = tuple(restored.result["bound"]) if restored.status == "ok" else ()
         return Outcome(status=restored.status, error=restored.error, bound_names=bound)
+
+    def _roll_back(self, command: messages.RollBack) -> Outcome:
+        runs = self._elastic_runs
+        if runs is None:
+            return Outcome(status="ok", reply={"names": [], "step": 0})
+        from meshbook.rank.elastic.rollback import roll_back  # imports torch, which a mesh may not have
+
+        rolled = self._runner.call(lambda: roll_back(runs, command.about_calls))
+        return Outcome(status=rolled.status, error=rolled.error, reply=rolled.result)
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)

@@ -104,15 +104,18 @@ def _bind_listener(path: str) -> socket.socket:
 
 
 def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
-    sigchld_fd = _open_sigchld_pipe()
+    signal_fd = _open_signal_pipe()
     ranks: set[int] = set()  # the processes that have not been reaped
     while True:
-        readable, _, _ = select.select([host.fileno(), sigchld_fd, listener.fileno()], [], [])
+        readable, _, _ = select.select([host.fileno(), signal_fd, listener.fileno()], [], [])
         if listener.fileno() in readable:
-            _fork_detached_server(host, listener, sigchld_fd, _rank_main)
-        if sigchld_fd in readable:
+            _fork_detached_server(host, listener, signal_fd, _rank_main)
+        if signal_fd in readable:
+            signals = b""
             with contextlib.suppress(BlockingIOError):
-                os.read(sigchld_fd, 4096)
+                signals = os.read(signal_fd, 4096)
+            if signal.SIGTERM in signals:
+                host.send(spawn.encoder.encode(spawn.ForkServerTerminating()))
             ranks.difference_update(_reap_children(host))
         if host.fileno() in readable:
             try:
@@ -144,7 +147,7 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
             host.send(spawn.encoder.encode(reply))
 
 
-def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_fd: int, rank_main: object) -> None:
+def _fork_detached_server(host: socket.socket, listener: socket.socket, signal_fd: int, rank_main: object) -> None:
     """Fork a server for another mesh. It is detached from this one, and ends when that mesh's host disconnects."""
     connection, _ = listener.accept()
     try:
@@ -160,7 +163,7 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_
         if os.fork() == 0:
             # Close this server's own descriptors: a forked server is forked again, and would pass on more each time.
             os.close(signal.set_wakeup_fd(-1))
-            os.close(sigchld_fd)
+            os.close(signal_fd)
             host.close()
             listener.close()
             request = spawn.branch_requests.decode(connection.recv(spawn.RECEIVE_BYTES))
@@ -175,10 +178,14 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_
         os._exit(0)
 
 
-def _open_sigchld_pipe() -> int:
-    """Return a descriptor that becomes readable when a child exits."""
+def _open_signal_pipe() -> int:
+    """Return a descriptor from which the numbers of signals can be read: a child has exited, or SIGTERM came.
+
+    SIGTERM does not end the server, because its ranks would end with it: their host decides.
+    """
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     return readable
 
@@ -202,6 +209,7 @@ def _run_child(rank_main: object, host: socket.socket, command: spawn.ForkComman
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         host.close()
         die_with_parent()
         match command:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import zmq
 
-from meshbook.rank import actor_hooks
+from meshbook.rank import actor_hooks, preemption
 from meshbook.rank.blas import set_blas_threads
 from meshbook.rank.call_state import CallState
 from meshbook.rank.cells.code_runner import CodeRunner
@@ -69,6 +69,8 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         config, device, state, context, crash_log, running_file=running_file, describe_error=runner.describe_error
     )
     objects = RankObjects(rank, device, shell.user_ns, state, groups, defer_interrupts=gate.defer_interrupts)
+    termination, point = preemption.TerminationSignal(), preemption.PreemptionPoint()
+    preemption.install(point)
     user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
     shell.terminal.request_input = user_input.request
     checkpoints = CheckpointDoor(rank, config.world_size, device, shell.user_ns, groups)
@@ -84,6 +86,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         reporter=reporter,
         crash_log=crash_log,
         checkpoints=checkpoints,
+        preemption=point,
     )
     snapshotter = Snapshotter(
         rank,
@@ -104,11 +107,14 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         output=output,
         reporter=reporter,
         snapshotter=snapshotter,
-        query_handlers=make_query_handlers(shell, groups, objects, device),
+        query_handlers=make_query_handlers(shell, groups, objects, device, point),
         interrupt_call=gate.interrupt_call,
         running_file=running_file,
         checkpoints=checkpoints,
+        preemption=point,
+        termination=termination,
     )
+    termination.install()
     ready = messages.RankReady(rank=rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)
     reporter.send(ready)

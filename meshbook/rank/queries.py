@@ -12,13 +12,14 @@ from meshbook.rank import actor_hooks
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.device import select_device
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.previews import introspection
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.wire import messages
 
 
 def make_query_handlers(
-    shell: RankShell, groups: RankGroups, objects: RankObjects, device: str
+    shell: RankShell, groups: RankGroups, objects: RankObjects, device: str, preemption: PreemptionPoint
 ) -> dict[type, Callable[[Any], Any]]:
     """Return the functions that answer queries; each returns the content of a `RankReply`."""
     return {
@@ -26,6 +27,7 @@ def make_query_handlers(
         messages.Inspect: lambda ask: introspection.inspect(shell, ask.code, ask.cursor, ask.detail),
         messages.PreviewNames: lambda ask: introspection.peek(shell, ask.names),
         messages.QueryPositions: lambda ask: msgspec.to_builtins(groups.position(ask.about_call)),
+        messages.QueryPreemptionPoint: lambda ask: preemption.query(ask.about_call),
         messages.OpenActors: lambda ask: actor_hooks.enable_actors(
             objects.resolve, objects.resolvers, partial(select_device, device)
         ),

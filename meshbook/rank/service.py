@@ -29,6 +29,7 @@ from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.output.output_pacing import OutputPacer
+from meshbook.rank.preemption import PreemptionPoint, TerminationSignal
 from meshbook.rank.probes import Probes, are_probes_enabled
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter, connect_to_host
@@ -70,6 +71,8 @@ class Service:
         interrupt_call: Callable[[CallId], None],
         running_file: Callable[[], str | None],
         checkpoints: CheckpointDoor,
+        preemption: PreemptionPoint,
+        termination: TerminationSignal,
     ) -> None:
         """
         Args:
@@ -81,7 +84,7 @@ class Service:
         self._groups, self._objects = groups, objects
         self._output, self._reporter, self._snapshotter = output, reporter, snapshotter
         self._query_handlers, self._interrupt_call, self._running_file = query_handlers, interrupt_call, running_file
-        self._checkpoints = checkpoints
+        self._checkpoints, self._preemption, self._termination = checkpoints, preemption, termination
         self.thread: threading.Thread | None = None
         self._main_thread = MainThreadProbe(threading.get_ident())
         log = scalars.ScalarLog()
@@ -109,6 +112,7 @@ class Service:
         for fd in self._output.poll_fds():
             self._loop.watch_fd(fd, self._on_output_ready)
         self._loop.watch_fd(self._checkpoints.outbox.fd, self._send_checkpoint_reports)
+        self._loop.watch_fd(self._termination.fd, self._termination_requested)
         self._schedule_heartbeat(0.0)
         self._loop.run()
 
@@ -116,6 +120,11 @@ class Service:
         self._activity = "reporting a checkpoint"
         for report in self._checkpoints.outbox.drain():
             self._send(report)
+
+    def _termination_requested(self) -> None:
+        self._activity = "reporting SIGTERM"
+        self._termination.drain()
+        self._send(messages.RankTerminating(rank=self._config.rank))
 
     def _send(self, report: messages.RankReport) -> None:
         self._socket.send_multipart(codec.encode(report))
@@ -211,6 +220,8 @@ class Service:
                 self._checkpoints.write_metadata(save)
             case messages.DropCheckpoint(save=save):
                 self._checkpoints.drop(save)
+            case messages.SetPreemptionPoint(about_call=about, at=at, reason=reason):
+                self._preemption.decide(about, at, reason)
             case messages.Exit() if self._is_exiting:
                 self._exit_confirmed.set()
             case messages.Exit():

@@ -41,6 +41,7 @@ class ActiveCall:
     output: CallOutputStream
     on_end: Continuation
     history_entry: HistoryEntry | None = None
+    runs_user_code: bool = False  # a client's cell, function or tensor operations
     parts: list[Parts] = field(default_factory=list)  # of the hosts that have finished
     seconds: float = 0.0
     rank_seconds: dict[int, float] = field(default_factory=dict)

@@ -8,16 +8,24 @@ Pure: events in, effects out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
+from meshbook.supervisor.call_table import ActiveCall
 from meshbook.supervisor.effects import CommitCheckpoint, Effect, RemoveCheckpoint, SendToClient
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 from meshbook.wire.checkpoint_folders import FORMAT
-from meshbook.wire.messages import CheckpointManifest, CheckpointWritten, MeshSpec, OutcomeGroup, RankExited
+from meshbook.wire.messages import (
+    CheckpointManifest,
+    CheckpointWritten,
+    MeshSpec,
+    OutcomeGroup,
+    RankExited,
+    SavedFolder,
+)
 
 
 @dataclass
@@ -33,7 +41,11 @@ class _OpenSave:
 
 
 class CheckpointSaves:
-    """The saves of one mesh that have not ended."""
+    """The saves of one mesh that have not ended, and where its last checkpoints are.
+
+    Attributes:
+        end_listeners: called at the end of each save: its call, its folder ("": there is none), why there is none.
+    """
 
     def __init__(
         self,
@@ -49,6 +61,8 @@ class CheckpointSaves:
         """
         self._ranks, self._groups, self._get_spec, self._wall_time = ranks, groups, get_spec, wall_time
         self._saves: dict[CallId, _OpenSave] = {}
+        self._committed: list[SavedFolder] = []  # by this mesh, oldest first; one of each set of names
+        self.end_listeners: list[Callable[[CallId, str, str], list[Effect]]] = []
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -65,9 +79,9 @@ class CheckpointSaves:
         self._saves[command.call] = _OpenSave(command)
         return ""
 
-    def call_ended(self, call: CallId, parts: Iterable[OutcomeGroup]) -> list[Effect]:
+    def call_ended(self, call: ActiveCall, parts: Iterable[OutcomeGroup]) -> list[Effect]:
         """The ranks' main threads are done with a call, perhaps a save's: all have copied their state, or it failed."""
-        save = self._saves.get(call)
+        save = self._saves.get(call.id)
         failed = [part for part in parts if part.outcome.status != "ok"]
         if save is None or not failed:
             return []
@@ -110,13 +124,31 @@ class CheckpointSaves:
         if error:
             return self._discard(save, error)
         committed = messages.CheckpointCommitted(save=call, folder=folder, manifest=manifest)
-        return [*self._end(save), SendToClient(None, committed)]
+        names = tuple(saved.name for saved in manifest.names)
+        earlier = [entry for entry in self._committed if entry.names != names]
+        self._committed = [*earlier, SavedFolder(folder, manifest.step, manifest.saved_at, names)]
+        return [*self._end(save), SendToClient(None, committed), *self._call_listeners(call, folder, "")]
+
+    # ---- queries
+
+    def last_committed(self, names: Collection[str]) -> SavedFolder | None:
+        """Return the checkpoint that this mesh has committed last of those that have most of these names."""
+        wanted = set(names)
+        found = max(enumerate(self._committed), key=lambda at: (len(wanted & set(at[1].names)), at[0]), default=None)
+        return found[1] if found is not None and wanted & set(found[1].names) else None
+
+    def age_s(self, saved: SavedFolder, now: float) -> float:
+        return self._wall_time(now) - saved.saved_at
 
     # ---- ends
 
     def _discard(self, save: _OpenSave, reason: str) -> list[Effect]:
         discarded = messages.CheckpointDiscarded(save=save.command.call, reason=reason)
-        return [*self._end(save), RemoveCheckpoint(save.command), SendToClient(None, discarded)]
+        ended = [*self._end(save), RemoveCheckpoint(save.command), SendToClient(None, discarded)]
+        return [*ended, *self._call_listeners(save.command.call, "", reason)]
+
+    def _call_listeners(self, call: CallId, folder: str, error: str) -> list[Effect]:
+        return [effect for listener in self.end_listeners for effect in listener(call, folder, error)]
 
     def _end(self, save: _OpenSave) -> list[Effect]:
         del self._saves[save.command.call]

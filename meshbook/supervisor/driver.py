@@ -112,8 +112,8 @@ class Driver:
 
     def run(self) -> None:
         """Serve until the mesh is stopped or orphaned."""
-        reason = f"its supervisor (pid {os.getpid()}) was ended by a signal (SIGTERM), and its ranks with it"
-        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, lambda: self._shut_down(reason)))
+        requested = self._state.preemption.requested
+        self._loop.watch_signal(signal.SIGTERM, lambda: self._apply_effects(requested(None, self._now())))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, branch_from=self._branch_from)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
+from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
@@ -41,10 +42,11 @@ class Healing:
         scheduler: CallScheduler,
         cells: CellRecord,
         startup: MeshStartup,
+        saves: CheckpointSaves,
         info: Callable[[], MeshInfo],
     ) -> None:
         self._ranks, self._groups, self._scheduler, self._cells = ranks, groups, scheduler, cells
-        self._startup, self._info = startup, info
+        self._startup, self._saves, self._info = startup, saves, info
         self.lost_hosts: dict[int, str] = {}
         self._attempt: _Attempt | None = None
         self._num_attempts = 0
@@ -168,6 +170,7 @@ class Healing:
         if reason := self._why_nothing_is_copied(attempt):
             names = {name: reason for name in self._cells.names if name not in attempt.bound}
             attempt.missing = dict.fromkeys(attempt.new_ranks, names) if names else {}
+        checkpoint = self._saves.last_committed({name for names in attempt.missing.values() for name in names})
         healed = messages.MeshHealed(
             call=attempt.command.call,
             info=self._info(),
@@ -178,6 +181,8 @@ class Healing:
             failed=tuple(attempt.failed.items()),
             restored=attempt.restored,
             missing=attempt.missing,
+            checkpoint=checkpoint,
+            checkpoint_age_s=self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0,
         )
         self._scheduler.is_held = False
         return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.resume(now)]

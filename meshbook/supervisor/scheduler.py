@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.ids import CallId, Ranks, client_of_call
+from meshbook.ids import Ranks, client_of_call
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
@@ -45,7 +45,7 @@ class CallScheduler:
     Attributes:
         ends_on_error: ranks that wait in a collective for a rank that has left the call get an error.
         is_held: clients' calls wait, because ranks are being replaced.
-        end_listeners: called with the id and the outcomes of each call of a client that has ended.
+        end_listeners: called with each call and its outcomes of a client that has ended.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CallScheduler:
         self._positions = PositionQueries(ranks, calls, groups)
         self.ends_on_error = True
         self.is_held = False
-        self.end_listeners: list[Callable[[CallId, Parts], list[Effect]]] = []
+        self.end_listeners: list[Callable[[ActiveCall, Parts], list[Effect]]] = []
 
     # ---- sending
 
@@ -81,6 +81,7 @@ class CallScheduler:
             folding=getattr(command, "fold", "numbers"),
         )
         client.has_called = client.has_called or is_main_thread
+        call.runs_user_code = isinstance(command, (messages.RunCell, messages.CallFunction, messages.RunOps))
         if isinstance(command, messages.RunCell) and not command.silent:
             call.history_entry = self._cells.began(command, wall_time)
         send = self._ranks.send(command.ranks, command, body)
@@ -151,9 +152,16 @@ class CallScheduler:
         """Return the calls that ranks work on, oldest first."""
         return [call for call in self._calls if call.is_main_thread and call.is_sent]
 
-    def run_own_call(self, command: Any, now: float, on_end: Continuation, label: str) -> list[Effect]:
-        """Send a command of the supervisor's own to ranks' main threads."""
-        self._calls.open(command.call, command.ranks, now, on_end, label=label)
+    @property
+    def is_comparing(self) -> bool:
+        """Whether ranks' positions are being compared after a call that did not end well."""
+        return self._positions.is_comparing
+
+    def run_own_call(
+        self, command: Any, now: float, on_end: Continuation, label: str, *, is_main_thread: bool = True
+    ) -> list[Effect]:
+        """Send a command of the supervisor's own to ranks' main threads, or to their service threads."""
+        self._calls.open(command.call, command.ranks, now, on_end, label=label, is_main_thread=is_main_thread)
         return [self._ranks.send(command.ranks, command)]
 
     def _reform_groups(self, now: float) -> list[Effect]:
@@ -216,7 +224,7 @@ class CallScheduler:
             items=call.output.finish(now, *notices),
         )
         self._monitoring.call_ended(call.id)
-        follow_ups = [effect for listener in self.end_listeners for effect in listener(call.id, parts)]
+        follow_ups = [effect for listener in self.end_listeners for effect in listener(call, parts)]
         ended_badly = call.is_sent and (call.is_holding or any(part.outcome.status != "ok" for part in parts))
         if call.is_main_thread and self._groups.status == "ready" and ended_badly:
             following = self._positions.compare(call, now, self.resume)

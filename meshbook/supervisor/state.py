@@ -24,6 +24,7 @@ from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
+from meshbook.supervisor.preemption import Preemption
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
@@ -37,6 +38,7 @@ class MeshState:
 
     Attributes:
         saves: checkpoints that are being saved; the driver reports the ends of commits to it.
+        preemption: what follows a SIGTERM; the driver reports those of its own process to it.
     """
 
     def __init__(
@@ -59,9 +61,14 @@ class MeshState:
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
-        self._healing = Healing(self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.info)
         self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
+        self._healing = Healing(
+            self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.saves, self.info
+        )
         self._scheduler.end_listeners.append(self.saves.call_ended)
+        self.preemption = Preemption(
+            self._ranks, self._groups, self._scheduler, self.saves, self._healing, pid, f"{pid}-{started_at:.0f}"
+        )
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -69,7 +76,10 @@ class MeshState:
             messages.InputReply: self._reply_input,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
-            messages.HealMesh: lambda client, command, _, now: self._healing.begin(client.id, command, now),
+            messages.HealMesh: lambda client, command, _, now: (
+                self.preemption.refuse_heal(client.id, command) or self._healing.begin(client.id, command, now)
+            ),
+            messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
@@ -92,12 +102,14 @@ class MeshState:
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
                 *self._healing.call_ended(now),
+                *self.preemption.advance(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
             messages.CheckpointWritten: self.saves.written,
+            messages.TerminationRequested: lambda host, report, now: self.preemption.requested(report.ranks, now),
         }
 
     # ---- inputs
@@ -168,13 +180,16 @@ class MeshState:
                 effects = self._scheduler.send_deferred(now)
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
+            case "preemption":
+                effects = self.preemption.timer_fired(argument, now)
             case _:
                 effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
+                effects += self.preemption.advance(now)
         return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
-        self._calls.is_stopping = True
+        self._calls.is_stopping = self.preemption.is_over = True
 
     # ---- queries
 
@@ -258,6 +273,8 @@ class MeshState:
         return [self._ranks.send((command.rank,), command, body)]
 
     def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Effect]:
+        if self.preemption.takes_stop():
+            return self._reply(client, command)
         self.begin_shutdown()
         return [*self._reply(client, command), Shutdown(f"stopped by a {client.kind}")]
 

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +103,24 @@ class Loop:
 
         self._handlers[fd] = handle
         self._poller.register(fd, zmq.POLLIN)
+
+    def watch_signal(self, number: int, callback: Callable[[], None]) -> None:
+        """Call `callback` when this process receives a signal, at once and not in the middle of another callback.
+
+        On the main thread, and once for a signal and a process.
+        """
+        read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+        def on_signal(*_: object) -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(write_fd, b"x")
+
+        def received() -> None:
+            os.read(read_fd, 4096)
+            callback()
+
+        signal.signal(number, on_signal)
+        self.watch_fd(read_fd, received)
 
     def unwatch(self, source: Any) -> None:
         if self._handlers.pop(source, None) is not None:

@@ -88,8 +88,12 @@ class ChildExited(Struct, tag=True, frozen=True):
     status: int  # as returned by waitpid
 
 
+class ForkServerTerminating(Struct, tag=True, frozen=True):
+    """The fork server received SIGTERM. It goes on."""
+
+
 ForkCommand = ForkRank | CommandInFile
-ForkReport = ForkServerReady | ForkUnsafe | Forked | ForkFailed | ChildExited
+ForkReport = ForkServerReady | ForkUnsafe | Forked | ForkFailed | ChildExited | ForkServerTerminating
 
 # The largest packet. Linux lets a process send 208 KiB (net.core.wmem_default), of which less is payload.
 MAX_PACKET_BYTES = 64 << 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import textwrap
 from collections.abc import Iterator
@@ -24,18 +23,17 @@ from meshbook.wire.loop import Loop
 from tests.host.host_driver import running_host
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_that_end_with_their_fork_server_say_so(number: signal.Signals) -> None:
+def test_ranks_that_end_with_their_fork_server_say_so() -> None:
     with running_host(2) as started:
         server = started.agent.launcher.starter
         assert isinstance(server, ForkStarter)
         assert server._process is not None
         call = started.start_cell_and_wait("import time\ntime.sleep(1000)")
-        server._process.send_signal(number)
+        server._process.kill()
         finished = started.wait_for(messages.CallFinished, call)
         (reported,) = [report for report in started.reports if isinstance(report, messages.RanksExited)]
         exited = reported.exits  # of all at once: a client that hears of one must not take the others to be alive
-        how = f"ended with the fork server that it was forked from, which was killed by {number.name}"
+        how = "ended with the fork server that it was forked from, which was killed by SIGKILL"
         assert [(report.rank, report.signal, report.description) for report in exited] == [
             (0, None, how),
             (1, None, how),
@@ -62,6 +60,16 @@ def test_what_ranks_have_started_ends_with_their_fork_server_or_their_host(tmp_p
             else:
                 server._socket.shutdown(socket.SHUT_RDWR)  # as its own end is when it is killed
             started.wait_until(lambda child=child: not child.is_running() or child.status() == "zombie")  # type: ignore[misc]
+
+
+def test_a_fork_server_that_receives_sigterm_goes_on_and_all_its_ranks_are_reported() -> None:
+    with running_host(2) as started:
+        server = started.agent.launcher.starter
+        assert isinstance(server, ForkStarter)
+        assert server._process is not None
+        server._process.terminate()
+        assert started.wait_for(messages.TerminationRequested).ranks == (0, 1)
+        assert started.run("1 + 1").outcomes[0].outcome.status == "ok"
 
 
 _THREAD_AT_IMPORT = """
@@ -110,6 +118,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ForkStarter, socke
         on_server_exit=failures.append,
         on_failure=failures.append,
         on_fork_unsafe=lambda reason, asked: None,
+        on_terminating=lambda: None,
         with_torch=False,
         listen_path="",
         branch_from="a fake",

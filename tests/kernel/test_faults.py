@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from meshbook.wire.checkpoint_folders import find_checkpoint
+from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
 
 
@@ -53,6 +55,40 @@ def test_a_rank_that_died_between_cells_is_told_of_with_the_next_one_once(front:
     assert "while no cell ran" in cell.notes
     assert cell.result == "0"
     assert front.run("x").notes == ""
+
+
+def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
+    front: FrontEnd, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run1"
+    front.run(f"%mesh checkpoint {folder} x --on-preemption --grace 60")
+    pids = front.pids()
+    cell = front.send("import meshbook\nprint('at it', flush=True)\nwhile not meshbook.preempted(): time.sleep(0.01)")
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
+    for name in ("rank 0", "rank 1", "supervisor"):
+        os.kill(pids[name], signal.SIGTERM)
+    assert front.wait(cell, timeout_s=60).reply["status"] == "ok"
+    assert f"received SIGTERM: x will be saved in {folder}" in cell.stderr
+    wait_until(lambda: all(map(has_exited, pids.values())), 30, "the end of the mesh")
+    assert f"x is saved in {folder}/save-0001: on a new mesh, %mesh restore {folder}" in front.run("x").traceback
+
+
+@pytest.mark.parametrize("how", ["killed", "shut down"])
+def test_what_was_asked_for_is_saved_although_the_kernel_ends_too(front: FrontEnd, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "run1"
+    front.run(f"%mesh checkpoint {folder} x --on-preemption --grace 60")
+    pids, gate = front.pids(), Gate(tmp_path / "gate")
+    cell = front.send(f"print('at it', flush=True)\n{gate.wait}")
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
+    os.kill(pids["supervisor"], signal.SIGTERM)
+    front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.stderr)
+    if how == "killed":
+        os.kill(front.pid, signal.SIGTERM)
+    else:  # as JupyterLab does with its kernels when it receives SIGTERM
+        front.manager.shutdown_kernel()
+    gate.open()
+    wait_until(lambda: all(map(has_exited, pids.values())), 30, "the end of the mesh")
+    assert find_checkpoint(folder).folder.name == "save-0001"
 
 
 def test_a_cell_for_a_rank_that_is_gone_is_refused(front: FrontEnd) -> None:

@@ -441,6 +441,24 @@ def test_a_checkpoint_without_names_or_folder_is_answered_with_the_right_form(ty
         typed(f"%mesh restore {tmp_path}/none")
 
 
+def test_a_checkpoint_on_preemption_is_saved_when_it_comes_and_not_before(
+    typed: Terminal, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    typed("%%mesh\nkept = torch.ones(4)")
+    typed(f"%mesh checkpoint {tmp_path}/run1 kept --on-preemption --grace 60")
+    expected = f"kept will be saved in {tmp_path}/run1 when ranks of the mesh receive SIGTERM.\n"
+    assert capsys.readouterr().out == expected
+    assert not (tmp_path / "run1").exists()
+    for line, text in [
+        ("--on-preemption --step 7", "leave out --step, --wait, --overwrite"),
+        ("--grace 60", "--grace is for --on-preemption"),
+        ("--on-preemption --grace 0", "grace_s is the number of seconds between SIGTERM and SIGKILL"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            typed(f"%mesh checkpoint {tmp_path}/run1 kept {line}")
+    mesh_of(typed).on_preemption()
+
+
 # ---- the list of commands
 
 

@@ -25,8 +25,8 @@ from meshbook.rank.elastic.agreement import (
     units_to_copy,
     units_to_share,
 )
-from meshbook.rank.elastic.digests import digest
 from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.memory_digests import digest
 
 
 def held(number: int, step: int = 0, *, loop: int = 0, is_end: bool = False, copies: bool = True) -> HeldSnapshot:

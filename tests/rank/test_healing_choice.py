@@ -41,6 +41,12 @@ def test_a_generators_state_is_not_taken_from_a_rank_that_can_be_compared_with_n
     assert choose_sources(equal, {}, 1, AXES)["x"].source == 0
 
 
+def test_a_sharded_value_is_not_taken_from_the_only_other_rank() -> None:
+    alone = {0: {"x": Held("state", "FSDPLinear", "a", is_sharded=True)}}
+    why = "it is sharded, and rank 0, the only other, holds another part"
+    assert choose_sources(alone, {}, 1, {"rank": 2})["x"] == Choice(None, why)
+
+
 def test_a_line_whose_others_are_all_lost_has_no_source() -> None:
     # ranks 1 and 3 are lost: along dp nobody has what they had, and 0 and 2 differ along tp from nobody known
     assert choice({0: "a", 2: "b"}, 1) == Choice(None, "it differs between the other ranks")

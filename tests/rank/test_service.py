@@ -18,6 +18,7 @@ from meshbook.rank import service
 from meshbook.rank.call_state import CallState
 from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.preemption import PreemptionPoint, TerminationSignal
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
@@ -94,6 +95,8 @@ class Host:
             interrupt_call=nothing,
             running_file=lambda: None,
             checkpoints=self.checkpoints,
+            preemption=PreemptionPoint(),
+            termination=TerminationSignal(),
         )
         self.thread.start(messages.RankReady(rank=0, pid=os.getpid(), device="cpu", token=""))
         self.hear(messages.RankReady)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -151,3 +152,18 @@ def test_a_descriptor_whose_handler_only_ever_fails_is_let_go() -> None:
     assert len(errors) == 10
     os.close(read)
     os.close(write)
+
+
+def test_a_signal_is_called_back_at_once_however_long_the_loop_would_wait() -> None:
+    before, loop, called = signal.getsignal(signal.SIGUSR1), Loop(), []
+    try:
+        loop.watch_signal(signal.SIGUSR1, lambda: called.append("signal"))
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+        began = time.monotonic()
+        loop.run_once(max_wait_s=30.0)
+        assert called == ["signal"]
+        assert time.monotonic() - began < 20.0
+    finally:
+        signal.signal(signal.SIGUSR1, before)

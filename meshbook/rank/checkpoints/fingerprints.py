@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import zlib
 from typing import Any
 
+import numpy
 import torch
 
+from meshbook.rank.memory_digests import digest
 from meshbook.rank.previews.digests import digest_plain
 
 # Numbers of 8 bytes in a row of the sums that are made on a GPU.
@@ -30,14 +31,12 @@ def fingerprint_value(value: Any, serialized: bytes) -> str:
 def fingerprint_tensor(tensor: torch.Tensor) -> str:
     """Return a fingerprint of shape, dtype and content. Waits for the device."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}:{_crc(flat) if flat.device.type == 'cpu' else _sums(flat)}"
+    return f"{tensor.dtype}{tuple(tensor.shape)}:{_digest(flat) if flat.device.type == 'cpu' else _sums(flat)}"
 
 
-def _crc(flat: torch.Tensor) -> str:
-    import numpy
-
+def _digest(flat: torch.Tensor) -> str:
     # Not `.numpy()`: after that the user's storage could not be resized.
-    return f"{zlib.crc32(numpy.from_dlpack(flat).data) if flat.numel() else 0:08x}"
+    return digest(numpy.from_dlpack(flat).view(numpy.uint8)).hex() if flat.numel() else ""
 
 
 def _sums(flat: torch.Tensor) -> str:
@@ -46,4 +45,4 @@ def _sums(flat: torch.Tensor) -> str:
     whole = flat.numel() // row_bytes * row_bytes
     matrix = flat[:whole].view(torch.int64).reshape(-1, _ROW)
     sums = torch.cat([matrix.sum(1), matrix.sum(0)]).cpu().view(torch.uint8)
-    return f"{_crc(sums)}{_crc(flat[whole:].cpu())}"
+    return f"{_digest(sums)}{_digest(flat[whole:].cpu())}"

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import UsageError
+from meshbook.errors import Preempted, UsageError
 from meshbook.rank.elastic import contents, transfer
 from meshbook.rank.elastic import loader as loaders
 from meshbook.rank.elastic.agreement import (
@@ -32,6 +32,7 @@ from meshbook.rank.elastic.runs import ElasticRuns, Run
 from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.healing import random_states
 from meshbook.rank.healing.contents import has_state
+from meshbook.rank.preemption import preempted
 from meshbook.rank.process_groups.interrupted_steps import has_unreduced_gradients
 
 Batch = TypeVar("Batch")
@@ -40,7 +41,7 @@ _packer = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 
 # Parts of a snapshot that are no names: what every loop has now, and what it began with.
-_NOW, _START = " now", " start"
+NOW, _START = " now", " start"
 
 
 def elastic(
@@ -69,6 +70,7 @@ def elastic(
         an iterator; `.step` is the number of steps that are done.
 
     Raises:
+        Preempted: at the end of a step, because a process of the mesh received SIGTERM; a snapshot of it was taken.
         UsageError: a name does not exist or cannot be copied; the ranks disagree; a snapshot cannot be loaded.
     """
     if _installed is None:
@@ -92,6 +94,7 @@ def install(runs: ElasticRuns) -> None:
     global _installed
     _installed = runs
     DeviceMesh.elastic = staticmethod(elastic)  # type: ignore[attr-defined]
+    DeviceMesh.preempted = staticmethod(preempted)  # type: ignore[attr-defined]
 
 
 class ElasticLoop(Generic[Batch]):
@@ -160,8 +163,14 @@ class ElasticLoop(Generic[Batch]):
         self.step += 1
         self._run.reached = self.step
         self._is_due = self._is_due or self.step % self._every == 0
-        if self._is_due and not self._are_gradients_pending():
+        is_preempted = self._runs.preemption.ask()
+        if (self._is_due or is_preempted) and not self._are_gradients_pending():
             self._take_snapshot()
+            if is_preempted:
+                raise Preempted(
+                    f"{self._runs.preemption.reason}; the loop was ended after step {self.step}, of which it has a "
+                    "snapshot: run the cell again when the ranks are whole (%mesh heal)"
+                )
 
     # ---- beginning, and going back
 
@@ -254,7 +263,7 @@ class ElasticLoop(Generic[Batch]):
         """Load the state of a snapshot, and bring the loader to its step. All ranks fail if one does."""
         problem, cause = "", None
         try:
-            parts = snapshot.parts([*self._names, _NOW, _START])
+            parts = snapshot.parts([*self._names, NOW, _START])
             self._check_names(parts)
             self._load_parts(parts, decision)
         except Exception as error:
@@ -281,10 +290,9 @@ class ElasticLoop(Generic[Batch]):
         for name in self._names:
             if name not in own:
                 contents.restore(name, parts[name], self._runs.namespace, meshes)
-        if (
-            self.step or decision.is_over
-        ):  # else what the loader has drawn when it was iterated comes after the snapshot
-            self._set_now(contents.unpickle_part(parts[_NOW], meshes))
+        if self.step or decision.is_over:
+            # Else what the loader has drawn when it was iterated comes after the snapshot.
+            self._set_now(contents.unpickle_part(parts[NOW], meshes))
 
     def _check_names(self, parts: dict[str, Part]) -> None:
         if missing := [name for name in self._names if name not in parts]:
@@ -318,7 +326,7 @@ class ElasticLoop(Generic[Batch]):
             raise UsageError(f"the loop has deleted {', '.join(missing)}, which is in its state")
         parts = {name: contents.capture(namespace[name], name, meshes) for name in self._names}
         now = {"random": random_states.random_states(), "loader": self._loader_states()}
-        parts[_NOW] = contents.pickle_part(now, {})
+        parts[NOW] = contents.pickle_part(now, {})
         assert self._start is not None  # captured or loaded before
         parts[_START] = self._start
         return parts

@@ -28,6 +28,7 @@ from meshbook.rank.elastic.agreement import (
 )
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
 
@@ -194,8 +195,8 @@ def _share_small_units(rank: int, snapshot: Snapshot, manifests: list[Manifest])
 class ElasticRuns:
     """The runs of this rank, by key. One per rank; on the main thread."""
 
-    def __init__(self, namespace: MutableMapping[str, Any], groups: ProcessGroups) -> None:
-        self.namespace, self.groups = namespace, groups
+    def __init__(self, namespace: MutableMapping[str, Any], groups: ProcessGroups, preemption: PreemptionPoint) -> None:
+        self.namespace, self.groups, self.preemption = namespace, groups, preemption
         self.runs: dict[str, Run] = {}
         self.call = self.source = ""
         self._num_loops: dict[str, int] = {}  # by key, that have begun in this call

@@ -30,6 +30,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
         digest: equal for equal contents; None: not comparable.
         rest_digest: the same, of what may differ between replicas: buffers of a module.
         groups: names and members of the process group, or of the groups of a DeviceMesh, by dim.
+        is_sharded: it has tensors of which other ranks hold other parts.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     digest: str | None = None
     rest_digest: str | None = None
     groups: tuple[tuple[str, Ranks], ...] = ()
+    is_sharded: bool = False
 
 
 class Choice(Struct, frozen=True, gc=False):
@@ -96,6 +98,8 @@ def _choose(
         ((source, one),) = found.items()
         if one.kind == "random":  # ranks often draw different numbers on purpose
             return Choice(None, f"rank {source} is the only other, and its generator may be its own")
+        if one.is_sharded:
+            return Choice(None, f"it is sharded, and rank {source}, the only other, holds another part")
         return Choice(source, f"rank {source} is the only other: nothing to compare with")
     if any(one.digest is None for one in found.values()):
         types = sorted({one.type for one in found.values()})

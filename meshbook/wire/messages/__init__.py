@@ -8,8 +8,8 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
-`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints` all about checkpoints; `payloads`,
-`output` and `mesh` have what they are made of. This module says which role may send which message to which.
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints` and `preemption` all about these;
+`payloads`, `output` and `mesh` have what they are made of. This module says which role may send which message to which.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from meshbook.wire.messages.mesh_status import *
 from meshbook.wire.messages.monitoring import *
 from meshbook.wire.messages.output import *
 from meshbook.wire.messages.payloads import *
+from meshbook.wire.messages.preemption import *
 from meshbook.wire.messages.reports import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
@@ -47,6 +48,7 @@ ClientCommand = (
     | InputReply
     | KillRanks
     | HealMesh
+    | PlanPreemption
     | QueryStatus
     | QueryLogs
     | QueryHistory
@@ -91,6 +93,10 @@ HostCommand = (
     | WriteCheckpointMetadata
     | DropCheckpoint
     | EndCall
+    | EndRanks
+    | QueryPreemptionPoint
+    | SetPreemptionPoint
+    | RollBack
     | Exit
     | TakeSnapshots
 )
@@ -119,6 +125,9 @@ RankCommand = (
     | RanksLeft
     | WriteCheckpointMetadata
     | DropCheckpoint
+    | QueryPreemptionPoint
+    | SetPreemptionPoint
+    | RollBack
     | Interrupt
     | Exit
     | TakeSnapshots
@@ -134,6 +143,7 @@ RankReport = (
     | ServiceFailed
     | RankSnapshotReply
     | CheckpointWritten
+    | RankTerminating
 )
 HostReport = (
     HostReady
@@ -150,6 +160,7 @@ HostReport = (
     | SegmentsReleased
     | SnapshotReply
     | CheckpointWritten
+    | TerminationRequested
 )
 SupervisorReport = (
     Welcome
@@ -168,6 +179,7 @@ SupervisorReport = (
     | MeshUpdate
     | CheckpointCommitted
     | CheckpointDiscarded
+    | MeshPreempted
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
@@ -186,5 +198,6 @@ MAIN_THREAD_COMMANDS = (
     DeleteNames,
     SaveCheckpoint,
     RestoreCheckpoint,
+    RollBack,
 )
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors)

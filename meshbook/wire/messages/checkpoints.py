@@ -16,6 +16,15 @@ class SavedName(Struct, frozen=True, gc=False):
     is_per_rank: bool = False  # some of its values differ between ranks
 
 
+class SavedFolder(Struct, frozen=True, gc=False):
+    """Where a committed checkpoint is."""
+
+    folder: str  # absolute; of the one checkpoint
+    step: int | None
+    saved_at: float  # wall clock
+    names: tuple[str, ...]
+
+
 class SavedFile(Struct, frozen=True, gc=False):
     name: str  # in the checkpoint's folder
     num_bytes: int

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from meshbook.errors import describe_exit
 from meshbook.ids import CallId, Ranks
+from meshbook.wire.messages.checkpoints import SavedFolder
 from meshbook.wire.messages.mesh import MeshInfo
 from meshbook.wire.messages.output import FoldedItem, Outcome, OutcomeGroup, OutputItem
 from meshbook.wire.messages.payloads import Message
@@ -209,6 +210,8 @@ class MeshHealed(Message):
         default_factory=dict
     )  # new rank -> name -> where it is from, and why
     missing: dict[int, dict[str, str]] = msgspec.field(default_factory=dict)  # new rank -> name -> why it has no value
+    checkpoint: SavedFolder | None = None  # of this mesh, the last that has names that are missing
+    checkpoint_age_s: float = 0.0
 
 
 class MeshChanged(Message):

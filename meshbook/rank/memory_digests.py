@@ -1,5 +1,7 @@
 """Digests of large memory, at several times the rate of a cryptographic hash: equal for equal bytes.
 
+By them ranks find out what they hold alike: elastic loops, healing and checkpoints.
+
 Rows of words are multiplied by fixed random odd weights modulo 2**64, once as they are and once with their upper halves
 alone; the sums are hashed. Contents that differ by chance have different digests but for one case in 2**32 at worst.
 Nothing is claimed against contents that are made to collide.
@@ -22,7 +24,7 @@ _WEIGHTS = [
 
 
 def digest(memory: NDArray[numpy.uint8]) -> bytes:
-    """Return the digest of contiguous bytes that begin at a multiple of 8: 16 bytes."""
+    """Return the digest of contiguous bytes: 16 bytes. Fastest where these begin at a multiple of 8."""
     found = hashlib.blake2b(len(memory).to_bytes(8, "little"), digest_size=16)
     num_rows = len(memory) // (8 * _ROW_WORDS)
     end = num_rows * 8 * _ROW_WORDS

@@ -1,0 +1,333 @@
+"""SIGTERM for real: to a rank, to the supervisor, to all; in cells, loops, collectives, saves and heals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import CellError, CellInterrupted, HealError, MeshbookError, NotAttached, RankLost, UsageError
+from meshbook.wire import checkpoint_folders, keys
+from tests.controller.elastic_training import CELL, curve, set_up
+from tests.controller.test_run import when
+from tests.gate import Gate
+
+LOOP = """
+import meshbook
+steps = 0
+while not meshbook.preempted():
+    total = torch.ones(1)
+    dist.all_reduce(total)  # a rank that left the loop a step early would leave the others here
+    steps += 1
+    if steps == 1: print("at work")
+steps
+"""
+STUCK = "print('at work')\nif rank: dist.all_reduce(torch.ones(1))\nelse:\n    import time\n    time.sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def mesh(three: Mesh) -> Iterator[Mesh]:
+    """The shared mesh, without a plan; healed after the test."""
+    three.on_preemption(grace_s=20)
+    yield three
+    three.heal()
+
+
+@pytest.fixture
+def pair() -> Iterator[Mesh]:
+    mesh = create_mesh(2)
+    try:
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+def sigterm(mesh: Mesh, *ranks: int) -> None:
+    """SIGTERM to ranks; to none: the supervisor."""
+    info = mesh.session.info
+    pids = [info.ranks[rank].pid for rank in ranks] if ranks else [info.supervisor_pid]
+    if ranks:
+        pids = [mesh.status().ranks[rank].pid for rank in ranks]
+    for pid in pids:
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+
+def begin(mesh: Mesh, source: str) -> Any:
+    """A cell that runs on all ranks: all have printed `at work`, which no other cell has since the call of this."""
+    before = [mesh.logs(rank).count("at work") for rank in mesh.ranks]
+    future = mesh.run(source, wait=False)
+    when(lambda: all(mesh.logs(rank).count("at work") > before[rank] for rank in mesh.ranks), within_s=60)
+    return future
+
+
+def ended(mesh: Mesh) -> str:
+    """Why the mesh has ended; nothing of it is left."""
+    supervisor = mesh.session.info.supervisor_pid
+    when(lambda: mesh.session.ended is not None, within_s=60)
+    when(lambda: not psutil.pid_exists(supervisor))
+    assert mesh.session.info.name not in [found.name for found in keys.list_connections()]
+    return str(mesh.session.ended)
+
+
+def exit_of(mesh: Mesh, rank: int) -> str | None:
+    when(lambda: rank in mesh.session.lost, within_s=60)
+    return mesh.status().ranks[rank].exit
+
+
+# ---- one rank
+
+
+def test_a_loop_that_asks_ends_on_all_ranks_at_the_same_step_and_is_saved_and_the_rank_leaves(
+    mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh.run("weights = torch.arange(4.0)")
+    mesh.on_preemption(tmp_path / "run1", "weights", "steps", grace_s=60)
+    cell = begin(mesh, LOOP)
+    sigterm(mesh, 2)
+    done = cell.result(60).values.same()
+    assert exit_of(mesh, 2) == "left (SIGTERM)"
+    text = capsys.readouterr().err
+    assert f"rank 2 received SIGTERM: weights, steps will be saved in {tmp_path / 'run1'} when the cell has" in text
+    assert "weights, steps are saved in" in text
+    assert "rank 2 leaves; %mesh heal puts a new process in its place" in text
+    mesh.heal()
+    mesh.run("weights = torch.zeros(4); steps = 0")
+    mesh.restore(tmp_path / "run1")
+    assert mesh.run("(steps, weights.sum().item())").values.same() == (done, 6.0)
+
+
+def test_an_elastic_loop_ends_after_a_step_and_goes_on_there_after_the_heal(mesh: Mesh, tmp_path: Path) -> None:
+    set_up(mesh, "ddp")
+    mesh.run(CELL)
+    expected = curve(mesh)
+    gate = Gate(tmp_path / "gate")
+    set_up(mesh, "ddp", fault=f"if step == 15: print('at work'); exec({gate.wait!r})")
+    mesh.on_preemption(tmp_path / "run1", "model", "opt", "losses", grace_s=60)
+    cell = begin(mesh, CELL)
+    sigterm(mesh, 1)
+    gate.open()
+    with pytest.raises(CellError, match=r"rank 1 received SIGTERM; the loop was ended after step \d+"):
+        cell.result(60)
+    assert exit_of(mesh, 1) == "left (SIGTERM)"
+    reached = len(mesh.run("losses", ranks=[0], echo=False).values[0])
+    mesh.heal()
+    mesh.run(CELL)  # goes on after that step, not after step 10
+    assert curve(mesh) == expected
+    mesh.restore(tmp_path / "run1")
+    assert {len(losses) for losses, _ in curve(mesh).values()} == {reached}
+    assert curve(mesh)[0][0] == expected[0][0][:reached]
+
+
+def test_without_a_plan_a_rank_leaves_its_cell_at_once(pair: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = begin(pair, STUCK)
+    sigterm(pair, 1)
+    with pytest.raises(RankLost, match=r"rank 1 .*left \(SIGTERM\)"):
+        cell.result(60)
+    assert "nothing is saved, because nothing was asked for (mesh.on_preemption)" in capsys.readouterr().err
+    assert exit_of(pair, 1) == "left (SIGTERM)"
+    assert pair.heal().ranks == (1,)
+
+
+def test_a_handler_of_the_users_own_stays_the_users(mesh: Mesh, tmp_path: Path) -> None:
+    mesh.on_preemption(tmp_path / "run1", "caught", grace_s=60)
+    mesh.run("import signal\ncaught = []\nbefore = signal.signal(signal.SIGTERM, lambda *_: caught.append(rank))")
+    sigterm(mesh, 0)
+    when(lambda: mesh.run("len(caught)", echo=False).values[0] == 1)
+    assert not (tmp_path / "run1").exists()
+    mesh.run("_ = signal.signal(signal.SIGTERM, before)")
+
+
+def test_a_child_that_a_cell_forks_is_ended_by_sigterm_and_its_rank_is_not(mesh: Mesh) -> None:
+    mesh.run(
+        "import multiprocessing, time\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
+        "child.start(); child.terminate(); child.join()"
+    )
+    assert mesh.run("child.exitcode").values.same() == -signal.SIGTERM
+    assert mesh.session.lost == ()
+
+
+def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
+    mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh.run("x = 1")
+    mesh.checkpoint(tmp_path / "run1", "x", asynchronous=False)
+    mesh.on_preemption(tmp_path / "run1", "x", grace_s=120)
+    cell = begin(mesh, STUCK)
+    sigterm(mesh, 2)
+    text = ""
+
+    def has_been_said(part: str) -> bool:
+        nonlocal text
+        text += capsys.readouterr().err
+        return part in text
+
+    when(lambda: has_been_said("rank 2 received SIGTERM"))
+    cell.interrupt()  # what the supervisor does after 80 s
+    with pytest.raises(CellInterrupted):
+        cell.result(60)
+    assert exit_of(mesh, 2) == "left (SIGTERM)"
+    when(lambda: has_been_said("rank 2 leaves"))
+    assert "no checkpoint was written: the cell was stopped, perhaps in the middle of a step" in text
+    assert f"the last one is {tmp_path / 'run1' / 'save-0001'}" in text
+    assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 1
+
+
+# ---- the supervisor, and all
+
+
+def test_a_supervisor_saves_what_was_asked_for_and_ends_with_status_0(pair: Mesh, tmp_path: Path) -> None:
+    pair.run("x = torch.arange(3)")
+    pair.on_preemption(tmp_path / "run1", "x")
+    sigterm(pair)
+    reason = ended(pair)
+    entry = checkpoint_folders.find_checkpoint(tmp_path / "run1")
+    assert f"x is saved in {entry.folder}: on a new mesh, %mesh restore {tmp_path / 'run1'}" in reason
+    with pytest.raises(NotAttached, match="received SIGTERM; x is saved in"):
+        pair.run("x")
+
+
+def test_of_an_elastic_loop_that_has_to_be_stopped_the_last_snapshot_is_saved(
+    pair: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up(pair, "ddp", fault="if step == 15: print('at work'); __import__('time').sleep(1000)")
+    pair.on_preemption(tmp_path / "run1", "model", "losses", "attempt", grace_s=120)
+    cell = begin(pair, CELL)
+    sigterm(pair)
+    when(lambda: "received SIGTERM" in capsys.readouterr().err)
+    cell.interrupt()
+    assert "model, losses are saved in" in (reason := ended(pair))
+    assert "as of step 10 of the elastic loop that was cut off, without attempt" in reason
+    with create_mesh(2) as later:
+        set_up(later, "ddp")
+        later.run("losses = []")
+        later.restore(tmp_path / "run1")
+        assert {len(losses) for losses, _ in curve(later).values()} == {10}
+
+
+def test_sigterm_to_every_process_of_a_job_saves_once_and_leaves_nothing(pair: Mesh, tmp_path: Path) -> None:
+    pair.run("x = rank")
+    pair.on_preemption(tmp_path / "run1", "x", "steps")
+    begin(pair, LOOP)
+    supervisor = psutil.Process(pair.session.info.supervisor_pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    assert "x, steps are saved in" in ended(pair)
+    assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 1
+    when(lambda: not any(process.is_running() for process in processes))
+
+
+def test_a_cell_is_stopped_and_a_mesh_that_is_stuck_ends_when_the_time_is_over(pair: Mesh, tmp_path: Path) -> None:
+    pair.run("x = 1")
+    pair.on_preemption(tmp_path / "run1", "x", grace_s=6)
+    begin(
+        pair,
+        "import time\nprint('at work')\nwhile True:\n    try: time.sleep(1000)\n"
+        f"    except KeyboardInterrupt: open({str(tmp_path / 'stopped')!r}, 'w').close()",
+    )
+    sigterm(pair)
+    assert "no checkpoint was written: 6 s were over while a call was still running" in ended(pair)
+    assert (tmp_path / "stopped").exists()
+
+
+def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path: Path) -> None:
+    with create_mesh(2, num_hosts=2) as mesh:
+        mesh.run("x = rank")
+        mesh.on_preemption(tmp_path / "run1", "x")
+        supervisor = psutil.Process(mesh.session.info.supervisor_pid)
+        hosts = [child for child in supervisor.children() if "meshbook.host.main" in child.cmdline()]
+        (second,) = [host for host in hosts if host.cmdline()[-2] == "1"]
+        second.send_signal(signal.SIGTERM)
+        assert exit_of(mesh, 1) == "left (SIGTERM)"
+        assert checkpoint_folders.find_checkpoint(tmp_path / "run1").manifest.world_size == 2
+
+        def why_not_healed() -> str:  # the supervisor learns of the host's end a moment after the rank's
+            with pytest.raises(HealError) as raised:
+                mesh.heal()
+            return str(raised.value)
+
+        when(lambda: "ran on host 1, which exited with status 0" in why_not_healed())
+
+
+# ---- while something else is under way
+
+
+def test_sigterm_while_a_checkpoint_is_saved_leaves_both(pair: Mesh, tmp_path: Path) -> None:
+    pair.run("x = torch.ones(1 << 22) * rank")
+    pair.on_preemption(tmp_path / "run1", "x")
+    pair.checkpoint(tmp_path / "run1", "x", step=800)
+    sigterm(pair)
+    assert "x is saved in" in ended(pair)
+    assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 2
+
+
+def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(pair: Mesh, tmp_path: Path) -> None:
+    path = tmp_path / "run1"
+    pair.run("x = torch.ones(1 << 25) * rank")
+    pair.checkpoint(path, "x", step=1, asynchronous=False)
+    pair.on_preemption(path, "x")
+    supervisor = psutil.Process(pair.session.info.supervisor_pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    sigterm(pair)
+    when(lambda: any(name.startswith(".saving-") for name in os.listdir(path)))
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    when(lambda: not any(process.is_running() for process in processes))
+    with create_mesh(2) as later:
+        later.restore(path)
+        assert dict(later.run("x[0].item()").values) == {0: 0.0, 1: 1.0}
+
+
+def test_sigterm_while_a_rank_is_replaced_saves_when_that_is_done(pair: Mesh, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pair.run(f"import os\nx = 5\nif os.path.exists({str(tmp_path / 'wait')!r}):\n    {gate.wait}", setup=True)
+    pair.on_preemption(tmp_path / "run1", "x", grace_s=60)
+    (tmp_path / "wait").touch()
+    pair.kill([1])
+    when(lambda: pair.session.lost == (1,))
+    with ThreadPoolExecutor(1) as threads:
+        healing = threads.submit(pair.heal)
+        when(lambda: pair.status().ranks[1].state == "busy")
+        sigterm(pair)
+        gate.open()
+        with contextlib.suppress(MeshbookError):  # the mesh may have ended before the reply was read
+            assert healing.result(60).ranks == (1,)
+    assert "x is saved in" in ended(pair)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        (("run1",), {}, "a path and names go together"),
+        ((None, "x"), {}, "a path and names go together"),
+        (("run1", "x y"), {}, "is not a name that a cell has bound"),
+        (("run1", "x"), {"grace_s": 0}, "grace_s is the number of seconds between SIGTERM and SIGKILL, not 0"),
+        (("run1", "x"), {"grace_s": "30"}, "grace_s is the number of seconds"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    mesh: Mesh, arguments: tuple[Any, ...], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        mesh.on_preemption(*arguments, **options)
