@@ -8,7 +8,7 @@ from meshbook.controller.healed import Healed
 from meshbook.controller.session import Session
 from meshbook.wire import messages
 
-# Seconds in which the rest of a heal must end after Stop: ranks that do not come back from it are reported after two.
+# Seconds in which the rest of it must end after Stop: ranks that do not come back from it are reported after two.
 _STOP_TIMEOUT_S = 30.0
 
 
@@ -20,6 +20,11 @@ def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed
     """
     session.check_attached()
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
+    return Healed.of(run_to_its_end(session, command))
+
+
+def run_to_its_end(session: Session, command: messages.HealMesh | messages.ResizeMesh) -> messages.MeshHealed:
+    """Send a command that replaces ranks or adds some, and return the reply. Blocks. Stop ends what can be ended."""
     future = session.connection.request(command)
     try:
         healed: messages.MeshHealed = future.result()
@@ -29,7 +34,7 @@ def heal(session: Session, *, replay: bool = True, share: bool = True) -> Healed
     session.info = healed.info
     for hook in session.healed_hooks:
         hook()
-    return Healed.of(healed)
+    return healed
 
 
 def heal_mesh(mesh: Any) -> Any:

@@ -96,10 +96,10 @@ class HostAgent:
         match command:
             case messages.StartRanks():
                 for rank in command.ranks:
-                    former = ledger.ranks.get(rank)
-                    started = ledger.ranks[rank] = RankRecord(rank) if former is None else former.successor()
-                    self._sockets.expect(rank, started.incarnation)
+                    self._sockets.expect(rank, ledger.start(rank).incarnation)
                 self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
+            case messages.LeaveMesh():
+                self._carry_out(ledger.leave(command, now))
             case messages.TakeSnapshots():
                 targets = [self._snapshot_target(ledger.ranks[rank], now) for rank in ledger.local(command.ranks)]
                 self._snapshots.collect(command, body, targets)

@@ -36,6 +36,7 @@ class RankRecord:
     exit_reason: str | None = None  # how it ended
     is_killed_by_us: bool = False  # by SIGKILL
     has_actors: bool = False
+    is_leaving: bool = False  # it will be a rank of the mesh no more
     queue: deque[QueuedCommand] = field(default_factory=deque)
     service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it is ready
     running: QueuedCommand | None = None

@@ -181,6 +181,18 @@ def _heal(notebook: Notebook, options: argparse.Namespace) -> None:
     print(mesh_named(notebook).heal(replay=not options.no_replay, share=not options.no_share))
 
 
+def _resize(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh, words = mesh_named(notebook), options.size
+    if len(words) == 1 and words[0].isdecimal():
+        print(mesh.resize(int(words[0])))
+    elif words and all("=" in word for word in words):
+        print(mesh.resize(**parse_axes(",".join(word.strip(",") for word in words)).axes))
+    else:
+        raise UsageError(
+            f"to how many ranks? Write it like: %mesh resize 6, or %mesh resize dp=3. This mesh has {mesh.grid}."
+        )
+
+
 # ---- values
 
 
@@ -447,6 +459,15 @@ COMMANDS = {
         "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
         "equally. --no-replay: run no cells. --no-share: copy nothing.",
         complete=lambda notebook: ("--no-replay", "--no-share"),
+    ),
+    "resize": MagicCommand(
+        "%mesh resize N | AXIS=SIZE [AXIS=SIZE ...]",
+        "More or fewer ranks; those that stay keep what they hold.",
+        _resize,
+        (_argument("size", nargs="*"),),
+        "New ranks run the setup cells, and the imports and definitions of other cells, and get what the others hold "
+        "equally. The highest ranks leave.",
+        complete=lambda notebook: [f"{name}=" for name in notebook.mesh.axes] if notebook.mesh is not None else (),
     ),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",

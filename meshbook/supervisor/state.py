@@ -6,7 +6,7 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `healing`.
+`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `healing`, `resizing`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
 from meshbook.supervisor.rank_table import RankTable
+from meshbook.supervisor.resizing import Resizing
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.startup import MeshStartup
@@ -62,6 +63,18 @@ class MeshState:
         self._healing = Healing(self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.info)
         self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
         self._scheduler.end_listeners.append(self.saves.call_ended)
+        self._resizing = Resizing(
+            self._ranks,
+            self._groups,
+            self._calls,
+            self._scheduler,
+            self._cells,
+            self._startup,
+            self._healing,
+            self.saves,
+            self._monitoring,
+            self.info,
+        )
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -70,6 +83,7 @@ class MeshState:
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
             messages.HealMesh: lambda client, command, _, now: self._healing.begin(client.id, command, now),
+            messages.ResizeMesh: lambda client, command, _, now: self._resizing.begin(client.id, command, now),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
@@ -90,7 +104,7 @@ class MeshState:
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
-                *self._healing.call_ended(now),
+                *self._waited_for(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
@@ -166,7 +180,7 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case _:
-                effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
+                effects = [*self._calls.timer_fired(kind, argument, now), *self._waited_for(now)]
         return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
@@ -217,6 +231,9 @@ class MeshState:
         if not self._startup.is_done:
             text = f"the mesh {self.name!r} has no ranks yet; wait for it to start"
             return self._refuse(client, command.call, "NotAttached", text)
+        if self._resizing.is_active:
+            text = "the mesh is being resized, and has other ranks afterwards; run it again then"
+            return self._refuse(client, command.call, "ResizeError", text)
         if refused := self._refuse_unknown_ranks(client, command):
             return refused
         if command.call in self._calls:
@@ -297,6 +314,10 @@ class MeshState:
         self._groups.rank_lost()
         saves = self.saves.rank_lost(report)
         return [self._mesh_changed(report), *self._scheduler.rank_lost(report), *saves]
+
+    def _waited_for(self, now: float) -> list[Effect]:
+        """Begin what has waited for the end of calls of lost ranks."""
+        return [*self._healing.call_ended(now), *self._resizing.call_ended(now)]
 
     def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
         call = self._calls.get(report.call)

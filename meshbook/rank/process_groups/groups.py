@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshbook.errors import MeshShapeError
+from meshbook.rank.process_groups import resized_world
 from meshbook.rank.process_groups.backends import BackendAborts
 from meshbook.rank.process_groups.connector import Connector
 from meshbook.rank.process_groups.failures import GroupFailure
@@ -41,6 +42,7 @@ from meshbook.rank.process_groups.group_reports import (
 )
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
+from meshbook.rank.process_groups.resized_world import NUMBERS_PER_LAYOUT
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.process_groups.solo import SoloGroups
 from meshbook.rank.process_groups.torch_patches import TorchPatches, c10d
@@ -58,6 +60,7 @@ class _MeshLayout:
     world_size: int
     device: torch.device
     axes: tuple[tuple[str, int], ...]
+    num_resizes: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -95,6 +98,7 @@ class ProcessGroups:
         self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure, self.solo.name_for)
         self._layout: _MeshLayout | None = None
+        self._mesh_layout: _MeshLayout | None = None  # that of `mesh`
         self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
         # other groups at the start of this generation, and the ranks that had them
         self._user_group_ranks: dict[str, set[int]] = {}
@@ -189,12 +193,14 @@ class ProcessGroups:
         device: torch.device,
         timeout_s: float,
         axes: Mapping[str, int],
+        num_resizes: int = 0,
     ) -> DeviceMesh:
         """Form the world group and one group per axis, connected. Blocks until all ranks have joined.
 
         The first call initialises torch.distributed. A later call with the same rank in a world of the same shape gives
-        every group new connections and returns the same DeviceMesh; with another rank or shape it starts from scratch
-        and returns a new one. All ranks call it with the same generation; some may do so for the first time.
+        every group new connections and returns the same DeviceMesh. After a resize it keeps the world group, gives it
+        as many members as there are, and returns a new DeviceMesh; with another rank or shape and no resize it starts
+        from scratch. All ranks call it with the same generation; some may do so for the first time.
 
         Groups that the user made are formed again too, if all their members are still the processes that made them. A
         group that a new process does not have yet is connected when it is first used, so that the process can make it
@@ -206,6 +212,7 @@ class ProcessGroups:
             device: cpu for gloo; cuda, with its index, for NCCL plus gloo for CPU tensors.
             timeout_s: seconds to wait for the other ranks.
             axes: sizes by name; their product is `world_size`.
+            num_resizes: how often the mesh was resized.
 
         Raises:
             MeshShapeError: the product of the axes is not `world_size`.
@@ -216,8 +223,13 @@ class ProcessGroups:
         current = self._generation
         if current.number is not None and generation <= current.number:
             raise ValueError(f"generation {generation} has passed: the groups are those of {current.number}")
-        layout = _MeshLayout(rank, world_size, device, tuple(axes.items()))
-        in_place = self.mesh is not None and layout == self._layout and dist.group.WORLD in list(self.table)
+        layout = _MeshLayout(rank, world_size, device, tuple(axes.items()), num_resizes)
+        in_place = (
+            self.mesh is not None
+            and self._layout is not None
+            and (layout == self._layout or (rank == self._layout.rank and num_resizes > self._layout.num_resizes))
+            and dist.group.WORLD in list(self.table)
+        )
         if not in_place:
             self._destroy_world()
         else:
@@ -266,13 +278,26 @@ class ProcessGroups:
         )
         # torch's hook would prefix each line with the rank, which the display of the output already does
         sys.excepthook = hook
-        names, sizes = zip(*layout.axes, strict=True)
-        self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
-        self._mesh_group_names = self.table.names
+        self._make_mesh(layout)
         self._user_group_ranks = self.solo.join(self.exchange)
+
+    def _make_mesh(self, layout: _MeshLayout) -> None:
+        """Make the DeviceMesh, and the groups of its axes. The world is connected."""
+        others = self.table.names - {dist.group.WORLD.label.name}
+        names, sizes = zip(*layout.axes, strict=True)
+        if layout.num_resizes:
+            c10d._world.group_count = layout.num_resizes * NUMBERS_PER_LAYOUT
+        try:
+            self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
+            self._mesh_layout = layout
+        finally:
+            self._mesh_group_names = self.table.names - others
 
     def _reform(self, layout: _MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
+        is_resized = layout != self._mesh_layout
+        if is_resized:
+            self._drop_former(layout)
         self._aborts.dispose([group.detach_backends() for group in self.table])
         for group in self.table:
             if group.label.name in self._mesh_group_names:
@@ -281,6 +306,8 @@ class ProcessGroups:
         name, _ = c10d._world.pg_map[world]
         c10d._world.pg_map[world] = name, self._generation.prefix_store()
         c10d._world.pg_coalesce_state.clear()  # a leftover entry would make every later coalesced call fail
+        if is_resized:
+            self._make_mesh(layout)
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
         specs = [_spec_of(self.table[name]) for name in user_groups]
@@ -292,6 +319,19 @@ class ProcessGroups:
             if self._user_group_ranks[name].issuperset(group.label.ranks):
                 self.connect(group)
         reset_interrupted_steps(same_buckets=have_same_buckets(reports))
+
+    def _drop_former(self, layout: _MeshLayout) -> None:
+        """Drop what is of the world before a resize; the world itself gets other members."""
+        world: Any = dist.group.WORLD
+        former_size = world.size()
+        resized_world.set_world_size(world, layout.world_size)
+        gone = self._mesh_group_names - {world.label.name}
+        left = [group for group in self.table if not set(group.label.ranks) <= set(range(layout.world_size))]
+        dropped = {*left, *(self.table[name] for name in gone)}
+        resized_world.drop_groups(dropped, former_size, layout.world_size)
+        self._mesh_group_names -= gone
+        resized_world.retire_device_meshes(self.table.names - {world.label.name})
+        resized_world.deal_samplers_anew(layout.rank, former_size, layout.world_size)
 
     def _abort_all(self, reason: str) -> None:
         """Abort operations that may still be in flight, before their connections are replaced or dropped."""

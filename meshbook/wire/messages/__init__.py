@@ -47,6 +47,7 @@ ClientCommand = (
     | InputReply
     | KillRanks
     | HealMesh
+    | ResizeMesh
     | QueryStatus
     | QueryLogs
     | QueryHistory
@@ -63,6 +64,8 @@ ClientCommand = (
 )
 HostCommand = (
     StartRanks
+    | LeaveMesh
+    | FindSharded
     | FormGroups
     | ReplayCells
     | ShareState
@@ -96,6 +99,7 @@ HostCommand = (
 )
 RankCommand = (
     FormGroups
+    | FindSharded
     | ReplayCells
     | ShareState
     | RunCell
@@ -175,6 +179,7 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 # Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
 MAIN_THREAD_COMMANDS = (
     FormGroups,
+    FindSharded,
     ReplayCells,
     ShareState,
     RunCell,

@@ -1,0 +1,95 @@
+"""What of a process's groups stays when the mesh has more or fewer ranks: the world group, and what is built on it.
+
+The world keeps its object, so DDP models over it, and whatever else refers to it, go on with another number of members.
+Groups with a member that has left, and DeviceMeshes of the former world, cannot go on: their use raises an error that
+says so. Depends on the internals of torch's DeviceMesh and DistributedSampler.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.rank.process_groups.torch_patches import c10d
+from meshbook.rank.process_groups.watched_group import WatchedGroup
+
+T = TypeVar("T")
+
+# Numbers that torch gives to groups, and names them by, between two layouts of the mesh. Processes that join later
+# give the groups of the axes the same names as those that have made other groups before.
+NUMBERS_PER_LAYOUT = 1_000_000
+
+
+class FormerDeviceMesh(DeviceMesh):
+    """A DeviceMesh of the mesh's ranks before it was resized."""
+
+    def get_group(self, mesh_dim: int | str | None = None) -> NoReturn:
+        raise GroupBroken(
+            f"this DeviceMesh is of the {self.mesh.numel()} ranks that the mesh had before it was resized; use `mesh`, "
+            "or make it anew"
+        )
+
+    def get_all_groups(self) -> NoReturn:
+        self.get_group()
+
+
+def set_world_size(world: WatchedGroup, world_size: int) -> None:
+    """Give the world group another number of members, before it is connected anew."""
+    world.label.set_ranks(range(world_size))
+    c10d._world.pg_group_ranks[world] = {rank: rank for rank in range(world_size)}
+
+
+def drop_groups(groups: Iterable[WatchedGroup], former_size: int, world_size: int) -> None:
+    """Destroy groups that cannot be formed again; whoever uses one learns why."""
+    for group in groups:
+        dist.destroy_process_group(group)
+        group.health.invalidate(
+            GroupFailure(
+                f"the mesh was resized from {former_size} to {world_size} ranks; make the group anew", for_good=True
+            )
+        )
+
+
+def retire_device_meshes(lasting: Collection[str]) -> None:
+    """Have DeviceMeshes raise an error where their groups are asked for, unless all of these last (by name)."""
+    for mesh in _instances(DeviceMesh):
+        names: Sequence[str] | None = getattr(mesh, "_dim_group_names", None)
+        if type(mesh) is DeviceMesh and names is not None and not set(names) <= set(lasting):
+            mesh.__class__ = FormerDeviceMesh
+
+
+def deal_samplers_anew(rank: int, former_size: int, world_size: int) -> None:
+    """Have each DistributedSampler that dealt to all ranks deal to as many as there are now, from its next epoch on."""
+    if "torch.utils.data.distributed" not in sys.modules:
+        return
+    for sampler in _instances(dist_sampler_class()):
+        if (sampler.num_replicas, sampler.rank) == (former_size, rank):
+            sampler.num_replicas = world_size
+            num_rows = len(sampler.dataset)
+            if sampler.drop_last and num_rows % world_size:
+                sampler.num_samples = math.ceil((num_rows - world_size) / world_size)
+            else:
+                sampler.num_samples = math.ceil(num_rows / world_size)
+            sampler.total_size = sampler.num_samples * world_size
+
+
+def dist_sampler_class() -> Any:
+    return sys.modules["torch.utils.data.distributed"].DistributedSampler
+
+
+def _instances(kind: type[T]) -> Iterator[T]:
+    """Yield all objects of a class and of those derived from it."""
+    is_kind: dict[type, bool] = {}  # tested once per class: a process has some hundred thousand objects
+    for candidate in gc.get_objects():
+        found = type(candidate)
+        if found not in is_kind:
+            is_kind[found] = issubclass(found, kind)
+        if is_kind[found]:
+            yield candidate
