@@ -1,4 +1,4 @@
-"""What `mesh.heal()` and `mesh.resize()` return: which ranks are new, what they have, and what could not be had. Pure."""
+"""What `mesh.heal()` and `mesh.resize()` return: what new ranks have, and what could not be had. Pure."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) ->
     for (name, source, why), ranks in ranks_of.items():
         names_of[source, why, tuple(ranks)].append(name)
     return [
-        f"{_names(names)} from rank {source} ({why})" + (f" on rank {format_ranks(ranks)}" if len(restored) > 1 else "")
+        f"{_names(names)} from rank {source} ({why})"
+        + (f" on {name_ranks(ranks)}" if len(ranks) < len(restored) else "")
         for (source, why, ranks), names in names_of.items()
     ]
 

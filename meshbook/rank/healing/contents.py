@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,6 +39,8 @@ def describe(value: Any) -> Held:
         return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
     if isinstance(value, DeviceMesh):
         return _describe_mesh(value)
+    if _is_sampler_of_rank(value):
+        return Held("opaque", name)  # that of another rank would deal that one's rows
     if isinstance(value, _DEFINITIONS):
         return Held("definition", name, _digest_or_none(value))
     try:
@@ -53,6 +56,12 @@ def describe(value: Any) -> Held:
         return Held("opaque" if opaque else "value", str(error) or name)
     except Exception:  # a user's state_dict() may raise anything
         return Held("value", name)
+
+
+def _is_sampler_of_rank(value: Any) -> bool:
+    """Whether a value deals the rows of a data set to ranks."""
+    samplers: Any = sys.modules.get("torch.utils.data.distributed")
+    return samplers is not None and isinstance(value, samplers.DistributedSampler)
 
 
 def _describe_mesh(mesh: DeviceMesh) -> Held:

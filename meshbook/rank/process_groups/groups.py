@@ -283,15 +283,19 @@ class ProcessGroups:
 
     def _make_mesh(self, layout: _MeshLayout) -> None:
         """Make the DeviceMesh, and the groups of its axes. The world is connected."""
-        others = self.table.names - {dist.group.WORLD.label.name}
+        world: Any = dist.group.WORLD
+        others = self.table.names - {world.label.name}
         names, sizes = zip(*layout.axes, strict=True)
         if layout.num_resizes:
             c10d._world.group_count = layout.num_resizes * NUMBERS_PER_LAYOUT
         try:
             self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
             self._mesh_layout = layout
-        finally:
-            self._mesh_group_names = self.table.names - others
+        except BaseException:
+            for name in self.table.names - others - {world.label.name}:  # the next attempt gives its groups these names
+                dist.destroy_process_group(self.table[name])
+            raise
+        self._mesh_group_names = self.table.names - others
 
     def _reform(self, layout: _MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
@@ -321,17 +325,23 @@ class ProcessGroups:
         reset_interrupted_steps(same_buckets=have_same_buckets(reports))
 
     def _drop_former(self, layout: _MeshLayout) -> None:
-        """Drop what is of the world before a resize; the world itself gets other members."""
+        """Give groups of all ranks the members that there are now, and drop what is of the world before a resize."""
         world: Any = dist.group.WORLD
-        former_size = world.size()
-        resized_world.set_world_size(world, layout.world_size)
-        gone = self._mesh_group_names - {world.label.name}
-        left = [group for group in self.table if not set(group.label.ranks) <= set(range(layout.world_size))]
-        dropped = {*left, *(self.table[name] for name in gone)}
-        resized_world.drop_groups(dropped, former_size, layout.world_size)
-        self._mesh_group_names -= gone
-        resized_world.retire_device_meshes(self.table.names - {world.label.name})
-        resized_world.deal_samplers_anew(layout.rank, former_size, layout.world_size)
+        former_size, size = world.size(), layout.world_size
+        of_axes = self._mesh_group_names - {world.label.name}
+        resized: set[str] = set()
+        dropped = []
+        for group in self.table:
+            if group.label.ranks == tuple(range(former_size)) and group.label.name not in of_axes:
+                resized_world.set_members(group, size)
+                resized.add(group.label.name)
+            elif group.label.name in of_axes or max(group.label.ranks) >= size:
+                self.table.remove(group)
+                dropped.append(resized_world.break_for_good(group, former_size, size))
+        self._aborts.dispose(dropped)
+        self._mesh_group_names -= of_axes
+        resized_world.retire_device_meshes(self.table.names - resized)
+        resized_world.deal_samplers_anew(layout.rank, former_size, size)
 
     def _abort_all(self, reason: str) -> None:
         """Abort operations that may still be in flight, before their connections are replaced or dropped."""
@@ -355,6 +365,8 @@ class ProcessGroups:
 
     def connect(self, group: WatchedGroup) -> None:
         """Connect a group's real backends; see `Connector.connect`."""
+        if group.health.failure is not None and group.health.failure.for_good:
+            group.health.wait_until_allowed("connecting it")
         self.connector.connect(group)
 
     def unregister(self, group: WatchedGroup) -> None:

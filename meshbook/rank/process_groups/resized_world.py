@@ -1,19 +1,19 @@
 """What of a process's groups stays when the mesh has more or fewer ranks: the world group, and what is built on it.
 
-The world keeps its object, so DDP models over it, and whatever else refers to it, go on with another number of members.
-Groups with a member that has left, and DeviceMeshes of the former world, cannot go on: their use raises an error that
-says so. Depends on the internals of torch's DeviceMesh and DistributedSampler.
+Groups of all ranks, the world first, keep their objects: DDP models over them, and whatever else refers to them, go on
+with another number of members. Groups of axes, groups with a member that has left, and DeviceMeshes of the former world
+cannot go on: their use raises an error that says so.
+
+Depends on the internals of torch's DeviceMesh and DistributedSampler.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
@@ -40,21 +40,18 @@ class FormerDeviceMesh(DeviceMesh):
         self.get_group()
 
 
-def set_world_size(world: WatchedGroup, world_size: int) -> None:
-    """Give the world group another number of members, before it is connected anew."""
-    world.label.set_ranks(range(world_size))
-    c10d._world.pg_group_ranks[world] = {rank: rank for rank in range(world_size)}
+def set_members(group: WatchedGroup, world_size: int) -> None:
+    """Make all ranks members of a group that had all ranks as members, before it is connected anew."""
+    group.label.set_ranks(range(world_size))
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
 
 
-def drop_groups(groups: Iterable[WatchedGroup], former_size: int, world_size: int) -> None:
-    """Destroy groups that cannot be formed again; whoever uses one learns why."""
-    for group in groups:
-        dist.destroy_process_group(group)
-        group.health.invalidate(
-            GroupFailure(
-                f"the mesh was resized from {former_size} to {world_size} ranks; make the group anew", for_good=True
-            )
-        )
+def break_for_good(group: WatchedGroup, former_size: int, world_size: int) -> tuple[Any, ...]:
+    """Have whoever uses a group learn that it is not formed again; return its backends."""
+    backends = group.detach_backends()
+    reason = f"the mesh was resized from {former_size} to {world_size} ranks; make the group anew"
+    group.health.invalidate(GroupFailure(reason, for_good=True))
+    return backends
 
 
 def retire_device_meshes(lasting: Collection[str]) -> None:
@@ -67,21 +64,16 @@ def retire_device_meshes(lasting: Collection[str]) -> None:
 
 def deal_samplers_anew(rank: int, former_size: int, world_size: int) -> None:
     """Have each DistributedSampler that dealt to all ranks deal to as many as there are now, from its next epoch on."""
-    if "torch.utils.data.distributed" not in sys.modules:
+    samplers: Any = sys.modules.get("torch.utils.data.distributed")
+    if samplers is None:
         return
-    for sampler in _instances(dist_sampler_class()):
+    for sampler in _instances(samplers.DistributedSampler):
         if (sampler.num_replicas, sampler.rank) == (former_size, rank):
-            sampler.num_replicas = world_size
-            num_rows = len(sampler.dataset)
-            if sampler.drop_last and num_rows % world_size:
-                sampler.num_samples = math.ceil((num_rows - world_size) / world_size)
-            else:
-                sampler.num_samples = math.ceil(num_rows / world_size)
-            sampler.total_size = sampler.num_samples * world_size
-
-
-def dist_sampler_class() -> Any:
-    return sys.modules["torch.utils.data.distributed"].DistributedSampler
+            epoch = sampler.epoch
+            samplers.DistributedSampler.__init__(
+                sampler, sampler.dataset, world_size, rank, sampler.shuffle, sampler.seed, sampler.drop_last
+            )
+            sampler.epoch = epoch
 
 
 def _instances(kind: type[T]) -> Iterator[T]:
