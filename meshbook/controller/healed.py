@@ -91,7 +91,7 @@ class Resized(Healed):
         )
 
 
-def _describe_resized(healed: messages.MeshHealed, resized: messages.Resized) -> str:
+def _describe_resized(healed: messages.MeshHealed, resized: messages.ResizeChanges) -> str:
     axes = dict(healed.info.spec.axes) if healed.info.spec is not None else {}
     if list(axes) == list(resized.before):
         changed = [

@@ -31,6 +31,7 @@ from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.queries import QUERY_TIMEOUT_S
+from meshbook.kernel.resizing import resize_command
 from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_axes, parse_selection
 from meshbook.wire import keys
@@ -179,18 +180,6 @@ def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
 
 def _heal(notebook: Notebook, options: argparse.Namespace) -> None:
     print(mesh_named(notebook).heal(replay=not options.no_replay, share=not options.no_share))
-
-
-def _resize(notebook: Notebook, options: argparse.Namespace) -> None:
-    mesh, words = mesh_named(notebook), options.size
-    if len(words) == 1 and words[0].isdecimal():
-        print(mesh.resize(int(words[0])))
-    elif words and all("=" in word for word in words):
-        print(mesh.resize(**parse_axes(",".join(word.strip(",") for word in words)).axes))
-    else:
-        raise UsageError(
-            f"to how many ranks? Write it like: %mesh resize 6, or %mesh resize dp=3. This mesh has {mesh.grid}."
-        )
 
 
 # ---- values
@@ -460,15 +449,7 @@ COMMANDS = {
         "equally. --no-replay: run no cells. --no-share: copy nothing.",
         complete=lambda notebook: ("--no-replay", "--no-share"),
     ),
-    "resize": MagicCommand(
-        "%mesh resize N | AXIS=SIZE [AXIS=SIZE ...]",
-        "More or fewer ranks; those that stay keep what they hold.",
-        _resize,
-        (_argument("size", nargs="*"),),
-        "New ranks run the setup cells, and the imports and definitions of other cells, and get what the others hold "
-        "equally. The highest ranks leave.",
-        complete=lambda notebook: [f"{name}=" for name in notebook.mesh.axes] if notebook.mesh is not None else (),
-    ),
+    "resize": resize_command(lambda notebook: mesh_named(notebook)),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
         "Copy variables from here to every rank.",

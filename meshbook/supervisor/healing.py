@@ -66,7 +66,8 @@ class Healing:
         if not self._startup.is_done:
             return _refuse(client, command, "the mesh has no ranks yet; wait for it to start")
         if self._attempt is not None or self._waiting is not None:
-            return _refuse(client, command, "the mesh is being healed already; wait for it")
+            what = "resized" if self.is_resizing else "healed already"
+            return _refuse(client, command, f"the mesh is being {what}; wait for it")
         if self._scheduler.is_held:
             return _refuse(client, command, "the mesh is being resized; wait for it")
         if gone := [rank for rank in self._ranks.exited if self._ranks.host_of(rank) in self.lost_hosts]:
@@ -95,7 +96,7 @@ class Healing:
         return self._start(client, command, now)
 
     def make_whole(
-        self, client: str, call: CallId, resized: messages.Resized, began_at: float, now: float
+        self, client: str, call: CallId, resized: messages.ResizeChanges, began_at: float, now: float
     ) -> list[Effect]:
         """Start the ranks that a resize has added, and those that have exited, and form the groups of all."""
         return self._start(client, messages.HealMesh(call), now, resized, began_at)
@@ -107,7 +108,7 @@ class Healing:
         client: str,
         command: messages.HealMesh,
         now: float,
-        resized: messages.Resized | None = None,
+        resized: messages.ResizeChanges | None = None,
         began_at: float | None = None,
     ) -> list[Effect]:
         new_ranks, spec = tuple(sorted(self._ranks.exited)), self._startup.spec
@@ -239,7 +240,7 @@ class Healing:
         return [
             *unfinished,
             self._mesh_changed(),
-            *_refuse(attempt.client, attempt.command, text),
+            *_refuse(attempt.client, attempt.command, text, "HealError" if attempt.resized is None else "ResizeError"),
             *self._scheduler.resume(now),
         ]
 
@@ -257,7 +258,7 @@ class _Attempt:
         new_ranks: Ranks,
         number: int,
         began_at: float,
-        resized: messages.Resized | None,
+        resized: messages.ResizeChanges | None,
     ) -> None:
         self.client, self.command, self.new_ranks = client, command, new_ranks
         self.number, self.began_at, self.resized = number, began_at, resized
@@ -279,5 +280,5 @@ def _first_failure(parts: Parts) -> str:
     return f"{name_ranks(failed.ranks)}: {what}"
 
 
-def _refuse(client: str, command: messages.HealMesh, text: str) -> list[Effect]:
-    return [SendToClient(client, messages.Refused(call=command.call, error="HealError", text=text))]
+def _refuse(client: str, command: messages.HealMesh, text: str, error: str = "HealError") -> list[Effect]:
+    return [SendToClient(client, messages.Refused(call=command.call, error=error, text=text))]

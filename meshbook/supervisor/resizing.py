@@ -2,7 +2,7 @@
 
 In this order: ranks say whether something is cut into parts for their present number; the ranks above the new one end;
 the mesh has the new axes; then `healing` starts the ranks that are missing, forms the groups of all, and gives the new
-ones what the others hold. Nothing has changed until the ranks are told to leave. What fails after that leaves a mesh of
+ones what the others hold. Nothing has changed until ranks are sent `LeaveMesh`. What fails after that leaves a mesh of
 the new size, which `%mesh heal` completes.
 """
 
@@ -50,7 +50,7 @@ class Resizing:
         self._ranks, self._groups, self._calls, self._scheduler = ranks, groups, calls, scheduler
         self._cells, self._startup, self._healing, self._saves = cells, startup, healing, saves
         self._monitoring, self._info = monitoring, info
-        self._attempt: _Attempt | None = None  # until `healing` completes it
+        self._attempt: _Resize | None = None  # until `healing` completes it
         self._num_attempts = 0
 
     @property
@@ -65,7 +65,7 @@ class Resizing:
         if problem := self._why_not(command):
             return [_refusal(client, command, problem)]
         self._num_attempts += 1
-        self._attempt = _Attempt(client, command, self._num_attempts, now)
+        self._attempt = _Resize(client, command, self._num_attempts, now)
         self._scheduler.is_held = True
         return self.call_ended(now)
 
@@ -132,7 +132,7 @@ class Resizing:
         attempt.stale = tuple(sorted({name for reply in replies for name in reply.get("stale", ())}))
         return self._leave(attempt, now)
 
-    def _leave(self, attempt: _Attempt, now: float) -> list[Effect]:
+    def _leave(self, attempt: _Resize, now: float) -> list[Effect]:
         leaving = tuple(rank for rank in self._ranks.all if rank >= attempt.world_size)
         self._ranks.leaving(leaving)
         there = tuple(rank for rank in leaving if self._ranks.host_of(rank) not in self._healing.lost_hosts)
@@ -144,7 +144,7 @@ class Resizing:
             leave, now, lambda call, parts, then: self._change(attempt, then), "leaving"
         )
 
-    def _change(self, attempt: _Attempt, now: float) -> list[Effect]:
+    def _change(self, attempt: _Resize, now: float) -> list[Effect]:
         axes, before = dict(attempt.command.axes), dict(self._groups.axes)
         spec, self._attempt = self._startup.spec, None
         assert spec is not None  # the mesh has started
@@ -155,10 +155,10 @@ class Resizing:
         self._startup.spec = msgspec.structs.replace(spec, axes=axes, device=device)
         self._groups.resized(axes)
         self._monitoring.forget_ranks(attempt.left)
-        resized = messages.Resized(before, attempt.left, attempt.stale)
+        resized = messages.ResizeChanges(before, attempt.left, attempt.stale)
         return self._healing.make_whole(attempt.client, attempt.command.call, resized, attempt.began_at, now)
 
-    def _refuse(self, attempt: _Attempt, reason: str, now: float) -> list[Effect]:
+    def _refuse(self, attempt: _Resize, reason: str, now: float) -> list[Effect]:
         """End an attempt that has changed nothing."""
         self._attempt = None
         self._scheduler.is_held = False
@@ -166,7 +166,7 @@ class Resizing:
         return [_refusal(attempt.client, attempt.command, text), *self._scheduler.resume(now)]
 
 
-class _Attempt:
+class _Resize:
     """One attempt, and what its steps came to."""
 
     def __init__(self, client: str, command: messages.ResizeMesh, number: int, began_at: float) -> None:

@@ -104,7 +104,8 @@ class MeshState:
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
-                *self._waited_for(now),
+                *self._healing.call_ended(now),
+                *self._resizing.call_ended(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
@@ -180,7 +181,8 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case _:
-                effects = [*self._calls.timer_fired(kind, argument, now), *self._waited_for(now)]
+                effects = self._calls.timer_fired(kind, argument, now)
+                effects += [*self._healing.call_ended(now), *self._resizing.call_ended(now)]
         return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
@@ -314,10 +316,6 @@ class MeshState:
         self._groups.rank_lost()
         saves = self.saves.rank_lost(report)
         return [self._mesh_changed(report), *self._scheduler.rank_lost(report), *saves]
-
-    def _waited_for(self, now: float) -> list[Effect]:
-        """Begin what has waited for the end of calls of lost ranks."""
-        return [*self._healing.call_ended(now), *self._resizing.call_ended(now)]
 
     def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
         call = self._calls.get(report.call)

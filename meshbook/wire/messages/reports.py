@@ -189,7 +189,7 @@ class MeshReady(Message):
     seconds: float
 
 
-class Resized(Struct, frozen=True, gc=False):
+class ResizeChanges(Struct, frozen=True, gc=False):
     """What a resize has changed, beside the new ranks."""
 
     before: dict[str, int]  # axes
@@ -211,7 +211,7 @@ class MeshHealed(Message):
         default_factory=dict
     )  # new rank -> name -> where it is from, and why
     missing: dict[int, dict[str, str]] = msgspec.field(default_factory=dict)  # new rank -> name -> why it has no value
-    resized: Resized | None = None  # in the reply to ResizeMesh
+    resized: ResizeChanges | None = None  # in the reply to ResizeMesh
 
 
 class MeshChanged(Message):
