@@ -17,7 +17,7 @@ from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Parts
 from meshbook.supervisor.cell_sources import size_dependent_names
 from meshbook.supervisor.checkpoints import CheckpointSaves
-from meshbook.supervisor.effects import Effect, SendToClient
+from meshbook.supervisor.effects import Effect, SendToClient, SetTimer
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
@@ -29,6 +29,9 @@ from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
 
 _MAX_NAMES_SHOWN = 8
+# Seconds for ranks to say what they hold. It takes a moment; one that is stuck in what it ran before must not hold up a
+# resize for ever.
+_FIND_TIMEOUT_S = 30.0
 
 
 class Resizing:
@@ -79,7 +82,8 @@ class Resizing:
             return self._leave(attempt, now)
         names = size_dependent_names(entry.source for entry in self._cells.history.entries())
         find = messages.FindSharded(CallId(f"sharded-{attempt.number}"), living, names)
-        return self._scheduler.run_own_call(find, now, self._found, "resizing the mesh")
+        timer = SetTimer(f"abandon {find.call}", _FIND_TIMEOUT_S)
+        return [*self._scheduler.run_own_call(find, now, self._found, "resizing the mesh"), timer]
 
     def _why_not(self, command: messages.ResizeMesh) -> str:
         """Return why a resize cannot begin; "" if it can."""
@@ -122,6 +126,8 @@ class Resizing:
         if failed:
             outcome, who = failed[0].outcome, name_ranks(failed[0].ranks)
             why = f"{who}: {outcome.status}"
+            if outcome.status == "skipped":
+                why = f"{who} did not answer in time; %mesh why shows what it does"
             if outcome.error is not None:
                 why = f"{who}: {outcome.error.ename}: {outcome.error.evalue}"
             self._groups.rank_lost()  # ranks whose part did not end well hold their collectives: groups are formed anew

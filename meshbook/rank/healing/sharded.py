@@ -10,8 +10,8 @@ from typing import Any
 
 from meshbook.rank.previews.digests import PLAIN_TYPES
 
-# Objects that are looked at for one name. What refers to more of them (a large data set) has no DTensors after these.
-_MAX_OBJECTS = 100_000
+# Objects that are looked at. What refers to more of them (a large data set) has no DTensors after these.
+_MAX_OBJECTS = 1_000_000
 # Objects through which every other one can be reached.
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 
@@ -22,7 +22,7 @@ def find_sharded(
     """Return the reply to `FindSharded`."""
     names = [name for name in names if name in namespace]
     return {
-        "sharded": [name for name in names if _has_dtensor(namespace[name])],
+        "sharded": _names_with_dtensors(namespace, names),
         "stale": [name for name in names if name in size_dependent and _is_plain(namespace[name])],
     }
 
@@ -34,19 +34,37 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN_TYPES
 
 
-def _has_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor, or refers to one: a model, an optimizer, an object that has some."""
+def _names_with_dtensors(namespace: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the names of DTensors, and of what refers to one: a model, an optimizer, an object that has some."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
-        return False
-    kind: type = tensors.DTensor
+        return []
+    found, without = [], set[int]()
+    for name in names:
+        if isinstance(namespace[name], _NOT_FOLLOWED):
+            continue
+        seen = _walk(namespace[name], tensors.DTensor, without)
+        if seen is None:
+            found.append(name)
+        else:
+            without |= seen
+    return found
+
+
+def _walk(value: Any, kind: type, without: set[int]) -> set[int] | None:
+    """Return the objects that a value refers to, by id; None: an instance of a class is among them.
+
+    Args:
+        without: objects that refer to none.
+    """
     pending, seen = [value], {id(value)}
-    while pending and len(seen) < _MAX_OBJECTS:
-        found = pending.pop()
-        if isinstance(found, kind):
-            return True
-        for inner in gc.get_referents(found):
-            if id(inner) not in seen and gc.is_tracked(inner) and not isinstance(inner, _NOT_FOLLOWED):
-                seen.add(id(inner))
+    while pending and len(seen) + len(without) < _MAX_OBJECTS:
+        one = pending.pop()
+        if isinstance(one, kind):
+            return None
+        for inner in gc.get_referents(one):
+            key = id(inner)
+            if key not in seen and key not in without and gc.is_tracked(inner) and not isinstance(inner, _NOT_FOLLOWED):
+                seen.add(key)
                 pending.append(inner)
-    return False
+    return seen
