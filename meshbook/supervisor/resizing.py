@@ -190,12 +190,11 @@ def format_axes(axes: Mapping[str, int]) -> str:
 
 def _describe_sharded(names: list[str], axes: Mapping[str, int]) -> str:
     shown = ", ".join(names[:_MAX_NAMES_SHOWN]) + (", ..." if len(names) > _MAX_NAMES_SHOWN else "")
-    saved = " ".join(names[:_MAX_NAMES_SHOWN])
     count = " --axes " + ",".join(f"{name}={size}" for name, size in axes.items())
     return (
         f"{shown} {'is' if len(names) == 1 else 'are'} made of DTensors (FSDP2, tensor parallelism), which are cut for "
-        f"the ranks that there are. Save them (%mesh checkpoint PATH {saved} --wait), begin anew "
-        f"(%mesh restart{count}), build them again, and %mesh restore PATH cuts them anew"
+        f"the ranks that there are. Save the models and optimizers (%mesh checkpoint PATH NAMES "
+        f"--wait), begin anew (%mesh restart{count}), build them again, and %mesh restore PATH cuts them anew"
     )
 
 

@@ -145,7 +145,7 @@ def test_what_is_cut_for_the_present_ranks_is_named_with_the_way_to_another_numb
     refused = mesh.look(mesh.resize(2), sharded=["model", "opt"])
     text = refusal(refused)
     assert text.startswith("the mesh was not resized: model, opt are made of DTensors")
-    assert "%mesh checkpoint PATH model opt --wait" in text
+    assert "%mesh checkpoint PATH NAMES --wait" in text
     assert "%mesh restart --axes rank=2" in text
     assert len(mesh.status().ranks) == 4
     assert messages_of(mesh.run("c1"), messages.RunCell)
