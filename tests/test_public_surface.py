@@ -44,6 +44,7 @@ ERRORS = {
     "PlacementError",
     "ProtocolError",
     "RankLost",
+    "ResizeError",
     "Released",
     "StartError",
     "TransferError",

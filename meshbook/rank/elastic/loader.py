@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshbook.errors import UsageError
 from meshbook.rank.elastic.sampler import ElasticSampler
@@ -65,6 +66,20 @@ def num_batches_from(loader: Any, row: int) -> int:
         return len(loader)
     finally:
         sampler.first_row = 0
+
+
+def rows_done(loader: Any, begun_at: tuple[int, int], step: int) -> tuple[int, int] | None:
+    """Return how many rows of which epoch all ranks have had after a step; None: the loader does not know.
+
+    Args:
+        begun_at: row and step at which the iteration began.
+    """
+    sampler = sampler_of(loader)
+    if sampler is None:
+        return None
+    row, first_step = begun_at
+    rows = row + (step - first_step) * loader.batch_size * dist.get_world_size()
+    return min(rows, len(sampler.dataset)), sampler.epoch
 
 
 def is_one_pass(loader: Iterable[Any]) -> bool:

@@ -7,7 +7,7 @@ the last snapshot on all ranks, drops the batches before it, and goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -181,30 +181,10 @@ class ElasticLoop(Generic[Batch]):
             call=runs.call,
             source=runs.source_digest(),
             loop=number,
-            problem=self._find_problem(),
+            problem=_find_problem(self._names, runs.namespace, self._device_mesh()),
             record=None if run is None else run.describe(),
         )
         return [_requests.decode(text) for text in transfer.gather(_packer.encode(request))]
-
-    def _find_problem(self) -> str:
-        """Return why no run can begin on this rank; "" if one can."""
-        namespace = self._runs.namespace
-        if missing := [name for name in self._names if name not in namespace]:
-            there = [
-                name
-                for name, value in namespace.items()
-                if name[:1] != "_" and not isinstance(value, type) and not _is_plain(value)
-            ]
-            what = f"names with a state are {', '.join(there[:12])}" if there else "no name here has a state"
-            return f"there is no {' and no '.join(f'`{name}`' for name in missing)}; {what}"
-        meshes = contents.name_meshes(namespace, self._names, self._device_mesh())
-        try:
-            for name in self._names:
-                if not isinstance(namespace[name], torch.nn.Module):  # reading DDP's buckets may be a collective
-                    contents.capture(namespace[name], name, meshes)
-        except UsageError as error:
-            return str(error)
-        return ""
 
     def _begin(self, decision: Begin, number: int) -> None:
         runs, present = self._runs, self._runs.runs.get(self._key)
@@ -333,15 +313,6 @@ class ElasticLoop(Generic[Batch]):
         if not self._is_over:
             self._batches = loaders.batches_from(self._loader, self._from[0])
 
-    def _rows_done(self) -> tuple[int, int] | None:
-        """Return how many rows of which epoch all ranks have had; None: the loader does not know."""
-        sampler = loaders.sampler_of(self._loader)
-        if sampler is None:
-            return None
-        row, step = self._from
-        per_step = self._loader.batch_size * torch.distributed.get_world_size()  # type: ignore[attr-defined]
-        return min(row + (self.step - step) * per_step, len(sampler.dataset)), sampler.epoch
-
     def _check_names(self, parts: dict[str, Part]) -> None:
         if missing := [name for name in self._names if name not in parts]:
             raise UsageError(
@@ -378,7 +349,11 @@ class ElasticLoop(Generic[Batch]):
         if missing := [name for name in self._names if name not in namespace]:
             raise UsageError(f"the loop has deleted {', '.join(missing)}, which is in its state")
         parts = {name: contents.capture(namespace[name], name, meshes) for name in self._names}
-        now = {"random": random_states.random_states(), "loader": self._loader_states(), "rows": self._rows_done()}
+        now = {
+            "random": random_states.random_states(),
+            "loader": self._loader_states(),
+            "rows": loaders.rows_done(self._loader, self._from, self.step),
+        }
         parts[_NOW] = contents.pickle_part(now, {})
         assert self._start is not None  # captured or loaded before
         parts[_START] = self._start
@@ -426,6 +401,26 @@ class ElasticLoop(Generic[Batch]):
 def _own_part(part: Part) -> Part:
     """Return a part with tensors of its own, on this machine's memory."""
     return Part(part.pickled, [tensor.detach().cpu().contiguous().clone() for tensor in part.tensors])
+
+
+def _find_problem(names: Sequence[str], namespace: Mapping[str, Any], mesh: DeviceMesh) -> str:
+    """Return why no run can begin on this rank; "" if one can."""
+    if missing := [name for name in names if name not in namespace]:
+        there = [
+            name
+            for name, value in namespace.items()
+            if name[:1] != "_" and not isinstance(value, type) and not _is_plain(value)
+        ]
+        what = f"names with a state are {', '.join(there[:12])}" if there else "no name here has a state"
+        return f"there is no {' and no '.join(f'`{name}`' for name in missing)}; {what}"
+    meshes = contents.name_meshes(namespace, names, mesh)
+    try:
+        for name in names:
+            if not isinstance(namespace[name], torch.nn.Module):  # reading DDP's buckets may be a collective
+                contents.capture(namespace[name], name, meshes)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _is_plain(value: Any) -> bool:
