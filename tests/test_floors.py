@@ -95,7 +95,7 @@ PURE = (
     "host.open_calls", "host.rank_record", "host.stop_escalation", "ids", "kernel.mesh_options", "kernel.page_sessions",
     "mesh_axes", "placement", "rank.elastic.agreement", "rank.healing.choice", "selections", "supervisor.call_output",
     "supervisor.call_table", "supervisor.cell_sources", "supervisor.checkpoints", "supervisor.clients",
-    "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history",
+    "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history", "supervisor.resizing",
     "supervisor.kept_output", "supervisor.monitoring", "supervisor.past_cells", "supervisor.position_queries",
     "supervisor.rank_table", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
     "supervisor.stalls", "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults",

@@ -364,7 +364,7 @@ def describe_resized(decision: GoBack, own: Sequence[str]) -> str:
     Args:
         own: names that each rank has its own value of.
     """
-    line = describe_going_back(msgspec.structs.replace(decision, held=decision.held[:1] * len(decision.held)))
+    line = describe_going_back(msgspec.structs.replace(decision, held=(decision.snapshot,) * len(decision.held)))
     kept = f"; {', '.join(own)} {'are' if len(own) > 1 else 'is'} each rank's own" if own else ""
     return f"{line}; on {len(decision.held)} ranks, before on {decision.snapshot.world_size}{kept}"
 
