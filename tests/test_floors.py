@@ -95,10 +95,10 @@ PURE = (
     "host.open_calls", "host.rank_record", "host.stop_escalation", "ids", "kernel.mesh_options", "kernel.page_sessions",
     "mesh_axes", "placement", "rank.elastic.agreement", "rank.healing.choice", "selections", "supervisor.call_output",
     "supervisor.call_table", "supervisor.cell_sources", "supervisor.checkpoints", "supervisor.clients",
-    "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history", "supervisor.resizing",
+    "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history",
     "supervisor.kept_output", "supervisor.monitoring", "supervisor.past_cells", "supervisor.position_queries",
-    "supervisor.rank_table", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
-    "supervisor.stalls", "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults",
+    "supervisor.rank_table", "supervisor.resizing", "supervisor.scheduler", "supervisor.series",
+    "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults",
     "tensors.placement_rules", "wire.codec", "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
