@@ -25,7 +25,9 @@ def resize(session: Session, size: int | Mapping[str, int] | None, axes: Mapping
     if before is None:
         raise UsageError(f"the mesh {session.name!r} has no ranks yet; start them first: %mesh start -n 4")
     after = new_axes(before, size, axes)
-    _check_gpus(session, before.size, after.size)
+    if any(rank.device.startswith("cuda") for rank in session.info.ranks):
+        num_hosts = 1 if session.info.spec is None else session.info.spec.num_hosts
+        check_gpus(before.size, after.size, count_gpus() * num_hosts)
     command = messages.ResizeMesh(call=session.connection.next_call_id(), axes=after.axes)
     return Resized.of(run_to_its_end(session, command))
 
@@ -66,14 +68,12 @@ def _some(axes: MeshAxes) -> str:
     return f"{axes.names[0]}={axes.shape[0]}"
 
 
-def _check_gpus(session: Session, before: int, after: int) -> None:
-    """Refuse more ranks than GPUs, where each rank has one. Raises MeshShapeError."""
-    if after <= before or not any(rank.device.startswith("cuda") for rank in session.info.ranks):
-        return
-    spec = session.info.spec
-    num_hosts = 1 if spec is None else spec.num_hosts
-    num_gpus = count_gpus() * num_hosts
-    if before <= num_gpus < after:  # a mesh that shares GPUs already may go on to
+def check_gpus(before: int, after: int, num_gpus: int) -> None:
+    """Refuse more ranks than GPUs, where each rank has one. Pure. Raises MeshShapeError.
+
+    Ranks that share GPUs already may be joined by others.
+    """
+    if before <= num_gpus < after:
         raise MeshShapeError(
             f"each rank has a GPU, and {after} ranks need {after}: there are {num_gpus}, {after - num_gpus} too few; "
             f"resize to {num_gpus} at most"

@@ -17,9 +17,11 @@ import meshbook
 from meshbook.actor import SupervisionError
 from meshbook.controller.healed import Resized
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.resizing import check_gpus, new_axes
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.subscription import MeshSubscription
 from meshbook.errors import CellError, MeshShapeError, ResizeError, UsageError
+from meshbook.mesh_axes import MeshAxes
 from tests.controller.test_heal import DDP, HSDP, TRAINING, Counter, kill, pids, values
 from tests.controller.test_run import when
 from tests.gate import Gate
@@ -322,10 +324,15 @@ def test_a_running_cell_and_wrong_sizes_are_refused_and_nothing_is_changed(pair:
     assert pair.status().group_generation == 1
 
 
-def test_a_number_that_the_other_axes_do_not_divide_shows_the_sum() -> None:
-    from meshbook.controller.resizing import new_axes
-    from meshbook.mesh_axes import MeshAxes
+def test_more_ranks_than_gpus_are_refused_with_the_sum() -> None:
+    with pytest.raises(MeshShapeError, match="6 ranks need 6: there are 4, 2 too few; resize to 4 at most"):
+        check_gpus(2, 6, 4)
+    check_gpus(2, 4, 4)
+    check_gpus(6, 4, 4)
+    check_gpus(6, 8, 4)  # they share the four
 
+
+def test_a_number_that_the_other_axes_do_not_divide_shows_the_sum() -> None:
     axes = MeshAxes.of({"dp": 2, "tp": 2, "pp": 2})
     assert new_axes(axes, 12, {}).axes == {"dp": 3, "tp": 2, "pp": 2}
     assert new_axes(axes, None, {"tp": 1}).axes == {"dp": 2, "tp": 1, "pp": 2}
