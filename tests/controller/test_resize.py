@@ -5,7 +5,9 @@ What is trained is compared with one process that takes the same batches. Ranks 
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -403,6 +405,21 @@ def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_compl
     pair.heal()
     assert values(pair, "step, world_size") == dict.fromkeys(range(3), (1, 3))
     assert is_whole(pair, 3)
+
+
+@pytest.mark.parametrize("victim", [0, 3], ids=["an old rank", "a new rank"])
+def test_a_rank_that_is_killed_as_soon_as_new_ones_start_leaves_a_mesh_that_heal_completes(
+    pair: Mesh, victim: int
+) -> None:
+    pair.run("step = 1", echo=False)
+    resizing = start_resize(pair, 4, lambda: len(pair.ranks) == 4 and pids(pair)[victim] is not None)
+    os.kill(pids(pair)[victim] or 0, signal.SIGKILL)
+    with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
+        resizing.result(DEADLINE_S)
+    when(lambda: set(pair.session.lost) == {victim, 2, 3})
+    pair.heal()
+    assert values(pair, "step, world_size") == dict.fromkeys(range(4), (1, 4))
+    assert is_whole(pair, 4)
 
 
 def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_replaced(trio: Mesh) -> None:
