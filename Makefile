@@ -54,8 +54,8 @@ PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py test
 	$(addprefix tests/rank/test_,ring.py service.py) \
 	$(addprefix tests/supervisor/test_,call_table.py cell_sources.py clients.py desync.py driver.py group_state.py) \
 	$(addprefix tests/supervisor/test_,healing.py history.py kept_output.py logfile.py monitoring.py past_cells.py) \
-	tests/supervisor/test_preemption.py \
-	$(addprefix tests/supervisor/test_,rank_table.py series.py snapshot_requests.py stalls.py state.py) \
+	$(addprefix tests/supervisor/test_,preemption.py rank_table.py resizing.py series.py snapshot_requests.py) \
+	$(addprefix tests/supervisor/test_,stalls.py state.py) \
 	$(addprefix tests/wire/test_,codec.py crash_log.py interrupt_points.py keys.py loop.py rate_limited_log.py)
 # ... and what they need.
 PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshbook.controller.results import RankValues
     from meshbook.controller.starting import attach, create_mesh
     from meshbook.rank.elastic.loop import elastic
+    from meshbook.rank.elastic.sampler import ElasticSampler
     from meshbook.rank.preemption import preempted
     from meshbook.rank.scalars import log
     from meshbook.tensors.api import distribute
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from meshbook.tensors.recovery import recover
 
 __all__ = [
-    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic", "errors",
-    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
+    "Buffer", "ElasticSampler", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic",
+    "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
 ]  # fmt: skip
 
 _WHERE = {
@@ -45,6 +46,7 @@ _WHERE = {
     "attach": "meshbook.controller.starting",
     "create_mesh": "meshbook.controller.starting",
     "list_meshes": "meshbook.controller.listing",
+    "ElasticSampler": "meshbook.rank.elastic.sampler",
     "elastic": "meshbook.rank.elastic.loop",
     "log": "meshbook.rank.scalars",
     "distribute": "meshbook.tensors.api",

@@ -165,6 +165,10 @@ class HealError(MeshbookError):
     """The mesh could not be healed now; the message says why and what to do. Living ranks keep what they hold."""
 
 
+class ResizeError(MeshbookError):
+    """The mesh could not be resized now; the message says why, how many ranks it has, and what to do."""
+
+
 class RankLost(MeshbookError):
     """A rank's process has exited.
 

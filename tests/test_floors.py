@@ -97,10 +97,11 @@ PURE = (
     "supervisor.call_table", "supervisor.cell_sources", "supervisor.checkpoints", "supervisor.clients",
     "supervisor.desync", "supervisor.effects", "supervisor.group_state", "supervisor.healing", "supervisor.history",
     "supervisor.kept_output", "supervisor.monitoring", "supervisor.past_cells", "supervisor.position_queries",
-    "supervisor.preemption",
-    "supervisor.rank_table", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
-    "supervisor.stalls", "supervisor.startup", "supervisor.state", "supervisor.telemetry", "tensors.faults",
-    "tensors.placement_rules", "wire.codec", "wire.messages",
+    "supervisor.preemption", "supervisor.rank_changes", "supervisor.rank_table", "supervisor.resizing",
+    "supervisor.scheduler",
+    "supervisor.series", "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup",
+    "supervisor.state", "supervisor.telemetry", "tensors.faults", "tensors.placement_rules", "wire.codec",
+    "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

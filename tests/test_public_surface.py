@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
 PUBLIC = {
-    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic", "errors",
-    "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
+    "Buffer", "ElasticSampler", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic",
+    "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
 }  # fmt: skip
 
 ERRORS = {
@@ -45,6 +45,7 @@ ERRORS = {
     "Preempted",
     "ProtocolError",
     "RankLost",
+    "ResizeError",
     "Released",
     "StartError",
     "TransferError",

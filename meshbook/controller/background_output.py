@@ -43,8 +43,9 @@ class BackgroundOutput:
             self._print(session, (messages.RankDisplay(ranks=ranks, item=messages.Notice(text)),))
 
     def _print(self, session: Session, items: tuple[messages.FoldedItem, ...]) -> None:
-        if self._console is None:
-            self._console = Console(session.axes.ranks if session.axes is not None else (), echo=True)
+        ranks = session.axes.ranks if session.axes is not None else ()
+        if self._console is None or self._console.ranks != ranks:
+            self._console = Console(ranks, echo=True)
         with contextlib.suppress(Exception):  # the standard streams may be closed by now
             self._console(items)
 

@@ -18,7 +18,7 @@ class Console:
     """Writes folded output to the standard streams, and stores its plain text."""
 
     def __init__(self, ranks: Ranks, *, echo: bool) -> None:
-        self._ranks, self._echo = ranks, echo
+        self.ranks, self._echo = ranks, echo
         self._text: list[str] = []
         self._progress_shown = False  # the terminal's last line is a progress bar
 
@@ -28,7 +28,7 @@ class Console:
                 self._write_line(item)
             elif isinstance(item.item, messages.Display):
                 text = item.item.data.get("text/plain")
-                label_ranks = item.ranks if item.ranks != self._ranks else None
+                label_ranks = item.ranks if item.ranks != self.ranks else None
                 if self._echo and page.append_output(page.marimo_mime(item.item.data), label_ranks):
                     self._text.append(f"{text}\n" if text else "")
                 elif text:
@@ -56,7 +56,7 @@ class Console:
         return "".join(self._text)
 
     def _write_line(self, line: messages.Line) -> None:
-        text = rendering.render_line(line, self._ranks, colour=_supports_color(line.stream))
+        text = rendering.render_line(line, self.ranks, colour=_supports_color(line.stream))
         if line.live:
             self._write(line.stream, "\r" + text)
             self._progress_shown = True

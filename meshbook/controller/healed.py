@@ -1,13 +1,13 @@
-"""What `mesh.heal()` returns: which ranks have new processes, what they have, and what could not be had. Pure."""
+"""What `mesh.heal()` and `mesh.resize()` return: what new ranks have, and what could not be had. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshbook.controller.tables import format_age, format_seconds
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
 
 _MAX_NAMES_SHOWN = 8
@@ -82,7 +82,59 @@ class Healed:
         return self.text
 
 
+@dataclass(frozen=True, repr=False)
+class Resized(Healed):
+    """How a mesh was resized. Its text says it in a few lines.
+
+    Attributes:
+        ranks: those with new processes: that have joined, and that were lost before.
+        before, after: axes and their sizes.
+        left: ranks that are no more.
+        stale: names whose values cells have computed from the former number of ranks.
+    """
+
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    left: Ranks = ()
+    stale: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, healed: messages.MeshHealed, *, has_checkpoint: bool = True) -> Resized:
+        resized, spec = healed.resized, healed.info.spec
+        assert resized is not None  # in the reply to a resize
+        assert spec is not None
+        return cls(
+            **vars(Healed.of(healed, has_checkpoint=has_checkpoint)),
+            before=resized.before,
+            after=dict(spec.axes),
+            left=resized.left,
+            stale=resized.stale,
+        )
+
+
+def _describe_resized(healed: messages.MeshHealed, resized: messages.ResizeChanges) -> str:
+    axes = dict(healed.info.spec.axes) if healed.info.spec is not None else {}
+    if list(axes) == list(resized.before):
+        changed = [
+            f"{name} {resized.before[name]} → {size}" for name, size in axes.items() if size != resized.before[name]
+        ]
+        what = ", ".join(changed)
+    else:
+        what = " → ".join(", ".join(f"{name}={size}" for name, size in one.items()) for one in (resized.before, axes))
+    parts = [f"{what} ({format_seconds(healed.seconds)})"]
+    if resized.left:
+        parts.append(f"{name_ranks(resized.left)} left")
+    if healed.ranks:
+        parts.append(f"{name_ranks(healed.ranks)} {'are' if len(healed.ranks) > 1 else 'is'} new")
+    lines = _describe_new(healed, parts)
+    if resized.stale:
+        lines.append(f"computed from the former number of ranks: {_names(resized.stale)} (run their cells again)")
+    return "\n".join(lines)
+
+
 def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
+    if healed.resized is not None:
+        return _describe_resized(healed, healed.resized)
     if not healed.ranks:
         took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
         every = f"all {len(healed.info.ranks)} ranks are alive"
@@ -90,6 +142,11 @@ def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
     are = "are" if len(healed.ranks) > 1 else "is"
     fresh = "fresh processes" if len(healed.ranks) > 1 else "fresh process"
     parts = [f"{name_ranks(healed.ranks)} {are} back ({fresh}, {format_seconds(healed.seconds)})"]
+    return "\n".join(_describe_new(healed, parts) + _describe_checkpoint(healed, has_checkpoint=has_checkpoint))
+
+
+def _describe_new(healed: messages.MeshHealed, parts: list[str]) -> list[str]:
+    """Return the lines that say what new ranks have, of which the first begins with these parts."""
     if healed.ran:
         parts.append(f"setup replayed ({_count(len(healed.ran), 'cell')})")
     if healed.num_defined:
@@ -103,9 +160,7 @@ def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
         lines.append(
             "all ranks were lost: names have what these cells gave them, and not what later cells made of them"
         )
-    lines += _describe_missing(healed.missing)
-    lines += _describe_checkpoint(healed, has_checkpoint=has_checkpoint)
-    return "\n".join(lines)
+    return lines + _describe_missing(healed.missing)
 
 
 def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) -> list[str]:
@@ -118,7 +173,8 @@ def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) ->
     for (name, source, why), ranks in ranks_of.items():
         names_of[source, why, tuple(ranks)].append(name)
     return [
-        f"{_names(names)} from rank {source} ({why})" + (f" on rank {format_ranks(ranks)}" if len(restored) > 1 else "")
+        f"{_names(names)} from rank {source} ({why})"
+        + (f" on {name_ranks(ranks)}" if len(ranks) < len(restored) else "")
         for (source, why, ranks), names in names_of.items()
     ]
 

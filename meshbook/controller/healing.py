@@ -12,7 +12,7 @@ from meshbook.controller.session import Session
 from meshbook.errors import HealError, MeshbookError
 from meshbook.wire import checkpoint_folders, messages
 
-# Seconds in which the rest of a heal must end after Stop: ranks that do not come back from it are reported after two.
+# Seconds in which the rest of it must end after Stop: ranks that do not come back from it are reported after two.
 _STOP_TIMEOUT_S = 30.0
 
 
@@ -26,6 +26,15 @@ def heal(
     """
     session.check_attached()
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
+    healed = run_to_its_end(session, command)
+    saved = healed.checkpoint
+    has_checkpoint = saved is not None and os.path.exists(os.path.join(saved.folder, checkpoint_folders.MANIFEST))
+    found = Healed.of(healed, has_checkpoint=has_checkpoint)
+    return found if restore is False else _restore(session, found, restore)
+
+
+def run_to_its_end(session: Session, command: messages.HealMesh | messages.ResizeMesh) -> messages.MeshHealed:
+    """Send a command that replaces ranks or adds some, and return the reply. Blocks. Stop ends what can be ended."""
     future = session.connection.request(command)
     try:
         healed: messages.MeshHealed = future.result()
@@ -35,10 +44,7 @@ def heal(
     session.info = healed.info
     for hook in session.healed_hooks:
         hook()
-    saved = healed.checkpoint
-    has_checkpoint = saved is not None and os.path.exists(os.path.join(saved.folder, checkpoint_folders.MANIFEST))
-    found = Healed.of(healed, has_checkpoint=has_checkpoint)
-    return found if restore is False else _restore(session, found, restore)
+    return healed
 
 
 def _restore(session: Session, healed: Healed, path: bool | str | os.PathLike[str]) -> Healed:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import operator
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import extensions, healing, remote, running, scattering
+from meshbook.controller import extensions, healing, remote, resizing, running, scattering
 from meshbook.controller.checkpoint_methods import CheckpointMethods
 from meshbook.controller.console import Console
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
-from meshbook.controller.healed import Healed
+from meshbook.controller.healed import Healed, Resized
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
@@ -40,13 +40,13 @@ class Mesh(CheckpointMethods):
         **options: Any,
     ) -> None:
         started = extensions.find("create_mesh")(shape=shape, mesh_dim_names=mesh_dim_names, **options)
-        self._session, self._axes = started._session, started._axes
+        self._session, self._fixed_axes = started._session, started._fixed_axes
 
     @classmethod
     def of(cls, session: Session, axes: MeshAxes) -> Mesh:
         """Return the view of a session's mesh that `axes` selects."""
         mesh = cls.__new__(cls)
-        mesh._session, mesh._axes = session, axes
+        mesh._session, mesh._fixed_axes = session, None if axes == session.axes else axes
         return mesh
 
     # ---- the grid
@@ -390,6 +390,27 @@ class Mesh(CheckpointMethods):
             HealError: a cell runs, or the attempt failed, or the restore did. Living ranks keep what they hold.
         """
         return healing.heal(self._session, replay=replay, share=share, restore=restore)
+
+    def resize(self, size: int | Mapping[str, int] | None = None, /, **axes: int) -> Resized:
+        """Change the number of ranks: `resize(6)`, or by axes, `resize(dp=3)`. Blocks.
+
+        Ranks above the new number end; new ones join, with what cells define and what the others hold equally, as after
+        `heal`. The others keep all they have: DDP models, optimizers and process groups go on over the new number.
+        Ranks that were lost are replaced, if they stay. `world_size` and `mesh` change on every rank. See
+        docs/resize.md for what happens to batches and the learning rate (nothing).
+
+        Args:
+            size: of the first axis times the others; or all axes, as a dict.
+            axes: new sizes of some axes.
+
+        Returns:
+            Resized: what has changed, and by name what new ranks have not. Its text is what `%mesh resize` shows.
+
+        Raises:
+            MeshShapeError, UsageError: the new axes are none, or need more GPUs than there are.
+            ResizeError: a cell runs; models are cut for the present ranks (FSDP2, DTensors); or it was not completed.
+        """
+        return resizing.resize(self._session, size, axes)
 
     def dashboard(self) -> Any:
         """Return a live dashboard of these ranks with its controls: a widget, for the end of a cell.

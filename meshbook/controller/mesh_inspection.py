@@ -22,7 +22,14 @@ class MeshInspection:
     """The ranks that a `Mesh` stands for, and reports of what they do."""
 
     _session: Session
-    _axes: MeshAxes
+    _fixed_axes: MeshAxes | None  # of a slice; None: the whole mesh
+
+    @property
+    def _axes(self) -> MeshAxes:
+        """The axes of this slice; of the whole mesh those that it has now."""
+        axes = self._session.axes if self._fixed_axes is None else self._fixed_axes
+        assert axes is not None  # the mesh has started
+        return axes
 
     @property
     def name(self) -> str:

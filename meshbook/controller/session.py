@@ -41,6 +41,7 @@ class Session:
         lost_listeners: called with the ranks that exited, on the listener thread.
         before_call_hooks: called before a command for the ranks' main threads, to send what must precede it.
         healed_hooks: called after ranks were replaced from here, to use the new ones.
+        resized_hooks: called after the mesh was given other axes, on the listener thread.
         extras: state of layers above for the session's lifetime, by name.
     """
 
@@ -56,6 +57,7 @@ class Session:
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
         self.before_call_hooks: list[Callable[[], object]] = []
         self.healed_hooks: list[Callable[[], object]] = []
+        self.resized_hooks: list[Callable[[], object]] = []
         self.extras: dict[str, Any] = {}
         self._ended_event = threading.Event()
         self._last_cell_number = self.info.cells_run
@@ -193,14 +195,9 @@ class Session:
         if number is None:
             self._last_cell_number += 1
             number = self._last_cell_number
-        return messages.RunCell(
-            call=self.connection.next_call_id(),
-            ranks=ranks,
-            source=source,
-            execution_count=number,
-            fold=self.fold,
-            **options,
-        )
+        call = self.connection.next_call_id()
+        options = {"fold": self.fold, **options}
+        return messages.RunCell(call=call, ranks=ranks, source=source, execution_count=number, **options)
 
     def call_command(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ranks: Ranks, **options: Any
@@ -316,9 +313,14 @@ class Session:
     # ---- reports of the supervisor
 
     def _ranks_changed(self, report: messages.MeshChanged) -> None:
-        self.info = report.info
-        for exited in report.exited:
-            self.transfer.remove_rank(exited.rank)
+        left = {rank.rank for rank in self.info.ranks} - {rank.rank for rank in report.info.ranks}
+        self.info, axes = report.info, _axes_of(report.info)
+        for rank in (*left, *(exited.rank for exited in report.exited)):
+            self.transfer.remove_rank(rank)
+        if self.axes is not None and axes is not None and axes != self.axes:
+            self.axes = axes
+            for hook in self.resized_hooks:
+                hook()
         if report.exited:
             for listener in self.lost_listeners:
                 listener(report.exited)

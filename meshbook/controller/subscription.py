@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,8 @@ def apply_update(old: MeshSnapshot, update: MeshUpdate) -> MeshSnapshot:
     changes: dict[str, Any] = {"at": update.timestamp}
     if update.mesh is not None:
         changes |= msgspec.structs.asdict(update.mesh)
+        if dict(update.mesh.axes) != dict(old.axes):
+            old = _without_former_ranks(old, math.prod(update.mesh.axes.values()))
     if update.ranks:
         by_rank = {status.rank: status for status in (*old.ranks, *update.ranks)}
         changes["ranks"] = tuple(by_rank[rank] for rank in sorted(by_rank))
@@ -86,6 +89,13 @@ def apply_update(old: MeshSnapshot, update: MeshUpdate) -> MeshSnapshot:
     for point in update.scalars:
         new.scalars.put(point.name, point.rank, point.step, point.value, point.at)
     return new
+
+
+def _without_former_ranks(snapshot: MeshSnapshot, world_size: int) -> MeshSnapshot:
+    """Return a snapshot without ranks that have left with a resize."""
+    ranks = tuple(rank for rank in snapshot.ranks if rank.rank < world_size)
+    collectives = {rank: found for rank, found in snapshot.collectives.items() if rank < world_size}
+    return replace(snapshot, ranks=ranks, collectives=collectives)
 
 
 def end_snapshot(old: MeshSnapshot, reason: str) -> MeshSnapshot:

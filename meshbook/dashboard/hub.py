@@ -66,7 +66,8 @@ class DashboardClient:
             resends: send full updates periodically, because the client may be unable to request them.
         """
         self.mesh, self.send, self.resends = mesh, send, resends
-        self.encoder = UpdateEncoder(ranks=tuple(mesh.ranks), axes=dict(mesh.axes))
+        is_slice = mesh.grid != mesh.session.axes  # else it shows the ranks that there are, also after a resize
+        self.encoder = UpdateEncoder(tuple(mesh.ranks), dict(mesh.axes)) if is_slice else UpdateEncoder()
         self.needs_full_update = True
         self.sent_at = self.full_update_at = float("-inf")
         self.joined_at = time.monotonic()

@@ -104,10 +104,10 @@ class HostAgent:
         match command:
             case messages.StartRanks():
                 for rank in command.ranks:
-                    former = ledger.ranks.get(rank)
-                    started = ledger.ranks[rank] = RankRecord(rank) if former is None else former.successor()
-                    self._sockets.expect(rank, started.incarnation)
+                    self._sockets.expect(rank, ledger.start(rank).incarnation)
                 self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
+            case messages.LeaveMesh():
+                self._carry_out(ledger.leave(command, now))
             case messages.TakeSnapshots():
                 targets = [
                     _snapshot_target(ledger, ledger.ranks[rank], self._processes.get(rank), now)
@@ -308,7 +308,7 @@ class HostAgent:
         if found is None:
             return None
         record, process = self.ledger.ranks[found[0]], found[1]
-        if record.is_leaving and cause is None:
+        if record.is_preempted and cause is None:
             cause = "left (SIGTERM)"
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None

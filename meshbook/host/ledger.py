@@ -22,6 +22,8 @@ from meshbook.wire.process_control import ACTORS_GRACE_S
 
 # Seconds a query (completion, inspection) waits for ranks that keep the GIL.
 _QUERY_TIMEOUT_S = 1.0
+# Seconds that a rank which leaves the mesh has to end in order.
+EXIT_GRACE_S = 1.0
 # Seconds without a heartbeat (they arrive every second) before a rank counts as silent ...
 _SILENT_AFTER_S = 5.0
 # ... and before its output is read for it, and a rank with actors that are ending is not waited for.
@@ -34,6 +36,7 @@ class HostLedger:
     def __init__(self, *, mergeable: bool) -> None:
         """mergeable: other hosts' output will be folded with ours."""
         self.ranks: dict[int, RankRecord] = {}
+        self.former_ranks: dict[int, RankRecord] = {}  # that have left the mesh
         self.calls = OpenCalls(mergeable=mergeable)
         self.stops = StopEscalation(self.ranks, self.calls)
 
@@ -96,13 +99,44 @@ class HostLedger:
         """Ask preempted ranks to end; one that does not within ACTORS_GRACE_S is killed."""
         leaving = self.living(ranks)
         for record in leaving:
-            record.is_leaving = True
+            record.is_preempted = True
 
         def kill(now: float) -> Instructions:
             late = [record for record in leaving if record.exit_reason is None]
             return [instruction for record in late for instruction in record.to_signal(signal.SIGKILL)]
 
         return [*self.request_exit(ranks), SetAlarm(ACTORS_GRACE_S, kill)]
+
+    def start(self, rank: int) -> RankRecord:
+        """Return the record of a new process of a rank."""
+        former = self.ranks.get(rank) or self.former_ranks.pop(rank, None)
+        started = self.ranks[rank] = RankRecord(rank) if former is None else former.successor()
+        return started
+
+    def leave(self, command: messages.LeaveMesh, now: float) -> Instructions:
+        """End ranks and forget them; the call ends with the last of their processes."""
+        ranks = self.local(command.ranks)
+        pending = self.calls.open(command, ranks, now)
+        leaving = [self.ranks[rank] for rank in ranks]
+        for record in leaving:
+            record.is_leaving = True
+            if record.exit_reason is not None:
+                pending.record(record.rank, record.lost_outcome())
+                self._forget(record)
+
+        def kill(then: float, *, spare_actors: bool) -> Instructions:
+            still = tuple(record.rank for record in leaving if self.ranks.get(record.rank) is record)
+            return self.kill_all(then, still, spare_actors=spare_actors)
+
+        return [
+            *self.request_exit(ranks),
+            *self.calls.finish_if_complete(pending, now),
+            SetAlarm(EXIT_GRACE_S, lambda then: kill(then, spare_actors=True)),
+            SetAlarm(EXIT_GRACE_S + ACTORS_GRACE_S, lambda then: kill(then, spare_actors=False)),
+        ]
+
+    def _forget(self, record: RankRecord) -> None:
+        self.former_ranks[record.rank] = self.ranks.pop(record.rank)
 
     def request_exit(self, ranks: Ranks | None = None) -> Instructions:
         """Ask these ranks, or all, to end; commands that wait are dropped."""
@@ -116,11 +150,15 @@ class HostLedger:
                 todo += record.to_service(body)
         return todo
 
-    def kill_all(self, now: float, *, spare_actors: bool = False) -> Instructions:
-        """Kill the ranks that have not ended; `spare_actors`: not those whose actors end and that send heartbeats."""
+    def kill_all(self, now: float, ranks: Ranks | None = None, *, spare_actors: bool = False) -> Instructions:
+        """Kill the ranks that have not ended, of these or of all.
+
+        Args:
+            spare_actors: not those whose actors end and that send heartbeats.
+        """
         return [
             instruction
-            for record in self.living()
+            for record in self.living(ranks)
             if not (spare_actors and record.has_actors and not record.is_heartbeat_older(_OVERDUE_AFTER_S, now))
             for instruction in record.to_signal(signal.SIGKILL)
         ]
@@ -228,6 +266,8 @@ class HostLedger:
         for pending in self.calls.of_rank(rank):
             pending.record(rank, record.lost_outcome())
             todo += self.calls.finish_if_complete(pending, now)
+        if record.is_leaving:
+            self._forget(record)
         return todo
 
     # ---- what is reported

@@ -35,8 +35,9 @@ class RankRecord:
     service_ready: bool = False
     exit_reason: str | None = None  # how it ended
     is_killed_by_us: bool = False  # by SIGKILL
-    is_leaving: bool = False  # it was asked to end, because it is preempted
+    is_preempted: bool = False  # it was asked to end
     has_actors: bool = False
+    is_leaving: bool = False  # it will be a rank of the mesh no more
     queue: deque[QueuedCommand] = field(default_factory=deque)
     service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it is ready
     running: QueuedCommand | None = None

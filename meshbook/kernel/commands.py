@@ -32,6 +32,7 @@ from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.queries import QUERY_TIMEOUT_S
+from meshbook.kernel.resizing import resize_command
 from meshbook.mesh_axes import MeshAxes
 from meshbook.selections import parse_axes, parse_selection
 from meshbook.wire import keys
@@ -423,6 +424,7 @@ COMMANDS = {
         "ranks go back to the last checkpoint that has it, or to that in PATH.",
         complete=lambda notebook: ("--no-replay", "--no-share", "--restore"),
     ),
+    "resize": resize_command(lambda notebook: mesh_named(notebook)),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
         "Copy variables from here to every rank.",

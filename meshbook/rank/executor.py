@@ -23,6 +23,7 @@ from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.healing.replay import replay_cells
+from meshbook.rank.healing.sharded import find_sharded
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
@@ -64,6 +65,7 @@ class Executor:
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
         self._elastic_runs: ElasticRuns | None = None  # with the first process groups
+        self._num_resizes = 0  # of the mesh, that this rank knows of
         self._handlers: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
@@ -72,6 +74,7 @@ class Executor:
             messages.SetNames: self._set_names,
             messages.DeleteNames: self._delete_names,
             messages.FormGroups: self._form_groups,
+            messages.FindSharded: self._find_sharded,
             messages.ReplayCells: self._replay_cells,
             messages.ShareState: self._share_state,
             messages.SaveCheckpoint: self._save_checkpoint,
@@ -235,7 +238,15 @@ class Executor:
             loop.install(self._elastic_runs)
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
+        elif command.num_resizes > self._num_resizes:
+            self._shell.rebind_presets(**names)
+            self._objects.drop_tensors()
+        self._num_resizes = command.num_resizes
         return Outcome(status="ok", reply={"backend": backend})
+
+    def _find_sharded(self, command: messages.FindSharded) -> Outcome:
+        names, namespace = self._shell.user_names(), self._shell.user_ns
+        return Outcome(status="ok", reply=find_sharded(namespace, names, command.size_dependent))
 
     def _replay_cells(self, command: messages.ReplayCells) -> Outcome:
         return Outcome(status="ok", reply=replay_cells(command, self._runner, self._groups.solo))

@@ -73,7 +73,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     preemption.install(point)
     user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
     shell.terminal.request_input = user_input.request
-    checkpoints = CheckpointDoor(rank, config.world_size, device, shell.user_ns, groups)
+    checkpoints = CheckpointDoor(rank, device, shell.user_ns, groups)
     executor = Executor(
         rank,
         state,

@@ -82,6 +82,10 @@ class RankObjects:
         """Whether a client has remote tensors on this rank."""
         return self._tensors is not None
 
+    def drop_tensors(self) -> None:
+        """Drop what is behind remote tensors: they are cut for another number of ranks."""
+        self._tensors = None
+
     @property
     def current_operation(self) -> CurrentOp | None:
         """The running operation on remote tensors (`rank.tensors.engine.CurrentOp`); None if none runs."""

@@ -187,7 +187,7 @@ class CallTable:
         """End the host's part of every call as lost."""
         effects: list[Effect] = []
         for call in [call for call in self if host in call.waiting_hosts]:
-            lost = tuple(rank for rank in call.ranks if self._ranks.host_of(rank) == host)
+            lost = tuple(rank for rank in call.ranks if rank in self._ranks and self._ranks.host_of(rank) == host)
             error = messages.RankError(ename="RankLost", evalue=f"{name_ranks(lost)}: the host {reason}", traceback=())
             effects += self._add_part(call, host, (OutcomeGroup(lost, Outcome(status="lost", error=error)),), now)
         return effects

@@ -12,7 +12,11 @@ from meshbook.wire.messages import CellToReplay, HistoryEntry
 # Source of cells that is replayed, in characters: the latest, if they are more.
 _MAX_REPLAYED_CHARS = 4 << 20
 # What a rank's own number is called: names of a rank's namespace, and functions of torch.distributed.
-_RANK_NAMES = frozenset({"rank", "local_rank", "device", "get_rank", "get_local_rank", "get_coordinate", "RANK"})
+_RANK_NAMES = frozenset(
+    {"rank", "local_rank", "device", "get_rank", "get_local_rank", "get_coordinate", "RANK", "LOCAL_RANK"}
+)
+# What the number of ranks is called.
+_SIZE_NAMES = frozenset({"world_size", "get_world_size", "WORLD_SIZE"})
 # Lines that are not Python: magics and shell commands.
 _MAGIC_LINE = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 
@@ -20,11 +24,13 @@ _MAGIC_LINE = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 def cells_to_replay(entries: Iterable[HistoryEntry], new_ranks: Ranks) -> tuple[CellToReplay, ...]:
     """Return the cells that new ranks run, oldest first: of equal ones the last, and only those that define something.
 
+    Those are cells that ran on all ranks that the mesh had then, or on ranks of these numbers.
+
     A setup cell that did not end well is run as another cell: for its imports and definitions.
     """
     cells: dict[str, CellToReplay] = {}
     for entry in entries:
-        if entry.status == "running" or not set(new_ranks) <= set(entry.ranks):
+        if entry.status == "running" or not (entry.whole_mesh or set(new_ranks) <= set(entry.ranks)):
             continue  # it waits for the new ranks, or was not theirs
         is_setup = entry.setup and entry.status == "ok"
         if is_setup or _may_define(entry.source):
@@ -49,15 +55,24 @@ def _may_define(source: str) -> bool:
 
 def rank_dependent_names(sources: Iterable[str]) -> tuple[str, ...]:
     """Return the names that cells compute from the rank's number, directly or through other such names."""
+    return _dependent_names(sources, _RANK_NAMES)
+
+
+def size_dependent_names(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that cells compute from the number of ranks, directly or through other such names."""
+    return _dependent_names(sources, _SIZE_NAMES)
+
+
+def _dependent_names(sources: Iterable[str], words: frozenset[str]) -> tuple[str, ...]:
     found = set[str]()
     for source in sources:
         for node in _parse(source) or ():
-            _add_dependent(node, found, is_dependent=False)
+            _add_dependent(node, found, words, is_dependent=False)
     return tuple(sorted(found))
 
 
-def _add_dependent(node: ast.stmt, found: set[str], *, is_dependent: bool) -> None:
-    """Add the names that a statement binds to something that depends on the rank.
+def _add_dependent(node: ast.stmt, found: set[str], words: frozenset[str], *, is_dependent: bool) -> None:
+    """Add the names that a statement binds to something that depends on one of these words.
 
     Args:
         is_dependent: whether the statement runs depends on it already.
@@ -65,24 +80,27 @@ def _add_dependent(node: ast.stmt, found: set[str], *, is_dependent: bool) -> No
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
     head: list[ast.AST] = [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.stmt)]
-    is_dependent = is_dependent or any(_mentions(inner, found) for inner in head)
+    is_dependent = is_dependent or any(_mentions(inner, found, words) for inner in head)
     if is_dependent:
         found.update(name for inner in head for name in _bound_names(inner))
     for inner in ast.iter_child_nodes(node):
         statements = inner.body if isinstance(inner, (ast.ExceptHandler, ast.match_case)) else [inner]
         for statement in statements:
             if isinstance(statement, ast.stmt):
-                _add_dependent(statement, found, is_dependent=is_dependent)
+                _add_dependent(statement, found, words, is_dependent=is_dependent)
 
 
-def _mentions(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression uses the rank, or one of these names."""
+def _mentions(node: ast.AST, names: set[str], words: frozenset[str]) -> bool:
+    """Whether an expression uses one of these words, or one of these names."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
-            if inner.id in _RANK_NAMES or inner.id in names:
+            if inner.id in words or inner.id in names:
                 return True
-        elif (isinstance(inner, ast.Attribute) and inner.attr in _RANK_NAMES) or (
-            isinstance(inner, ast.Constant) and inner.value in ("RANK", "LOCAL_RANK")
+        elif (isinstance(inner, ast.Attribute) and inner.attr in words) or (
+            isinstance(inner, ast.Constant)
+            and isinstance(inner.value, str)
+            and inner.value.isupper()
+            and inner.value in words
         ):
             return True
     return False

@@ -112,7 +112,7 @@ class Driver:
 
     def run(self) -> None:
         """Serve until the mesh is stopped or orphaned."""
-        requested = self._state.preemption.requested
+        requested = self._state.changes.preemption.requested
         self._loop.watch_signal(signal.SIGTERM, lambda: self._apply_effects(requested(None, self._now())))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:

@@ -16,6 +16,8 @@ class GroupState:
         status: as in `MeshInfo.groups`.
         generation: how often they were formed.
         backend: "gloo", "nccl"; None before they were formed.
+        axes: of the mesh.
+        num_resizes: how often the mesh was given others.
         has_failed: the last attempt to form them failed; the next call that uses them retries.
     """
 
@@ -24,11 +26,20 @@ class GroupState:
         self.status: Literal["none", "forming", "ready", "broken"] = "none"
         self.generation = 0
         self.backend: str | None = None
+        self.axes: dict[str, int] = {}
+        self.num_resizes = 0
         self.has_failed = False
 
     def request(self) -> None:
         """Record that a mesh with process groups starts."""
         self.status = "forming"
+
+    def resized(self, axes: dict[str, int]) -> None:
+        """Record that the mesh has other ranks, whose groups are to be formed."""
+        self.axes, self.num_resizes = axes, self.num_resizes + 1
+        self.has_failed = False
+        if self.status != "none":
+            self.status = "broken"
 
     def begin_forming(self, ranks: Ranks) -> messages.FormGroups:
         """Begin the next generation; return the command that forms it. Ranks of a mesh without groups only reply."""
@@ -37,7 +48,12 @@ class GroupState:
             self.status = "forming"
         call = CallId(f"form-{self.generation}")
         return messages.FormGroups(
-            call=call, ranks=ranks, generation=self.generation, store_address=self._store_address
+            call=call,
+            ranks=ranks,
+            generation=self.generation,
+            store_address=self._store_address,
+            axes=self.axes,
+            num_resizes=self.num_resizes,
         )
 
     def formed(self, parts: tuple[OutcomeGroup, ...], failure: str) -> str:

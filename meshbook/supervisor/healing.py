@@ -54,7 +54,12 @@ class Healing:
 
     @property
     def is_active(self) -> bool:
-        return self._attempt is not None
+        return self._attempt is not None or self._waiting is not None
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the attempt completes a resize."""
+        return self._attempt is not None and self._attempt.resized is not None
 
     # ---- inputs
 
@@ -63,7 +68,10 @@ class Healing:
         if not self._startup.is_done:
             return _refuse(client, command, "the mesh has no ranks yet; wait for it to start")
         if self._attempt is not None or self._waiting is not None:
-            return _refuse(client, command, "the mesh is being healed already; wait for it")
+            what = "resized" if self.is_resizing else "healed already"
+            return _refuse(client, command, f"the mesh is being {what}; wait for it")
+        if self._scheduler.is_held:
+            return _refuse(client, command, "the mesh is being resized; wait for it")
         if gone := [rank for rank in self._ranks.exited if self._ranks.host_of(rank) in self.lost_hosts]:
             host = self._ranks.host_of(gone[0])
             text = f"{name_ranks(gone)} ran on host {host}, which {self.lost_hosts[host]}; a new mesh is %mesh restart"
@@ -89,15 +97,29 @@ class Healing:
         (client, command), self._waiting = self._waiting, None
         return self._start(client, command, now)
 
+    def make_whole(
+        self, client: str, call: CallId, resized: messages.ResizeChanges, began_at: float, now: float
+    ) -> list[Effect]:
+        """Start the ranks that a resize has added, and those that have exited, and form the groups of all."""
+        return self._start(client, messages.HealMesh(call), now, resized, began_at)
+
     # ---- the steps
 
-    def _start(self, client: str, command: messages.HealMesh, now: float) -> list[Effect]:
+    def _start(
+        self,
+        client: str,
+        command: messages.HealMesh,
+        now: float,
+        resized: messages.ResizeChanges | None = None,
+        began_at: float | None = None,
+    ) -> list[Effect]:
         new_ranks, spec = tuple(sorted(self._ranks.exited)), self._startup.spec
         assert spec is not None  # the mesh has started
-        if not new_ranks and self._groups.status != "broken":
+        if not new_ranks and self._groups.status != "broken" and resized is None:
             return [SendToClient(client, messages.MeshHealed(command.call, self._info(), (), 0.0))]
         self._num_attempts += 1
-        self._attempt = _Attempt(client, command, new_ranks, self._num_attempts, now)
+        since = now if began_at is None else began_at
+        self._attempt = _Attempt(client, command, new_ranks, self._num_attempts, since, resized)
         self._scheduler.is_held = True
         self._ranks.restarting(new_ranks)
         effects: list[Effect] = [self._mesh_changed()]
@@ -183,6 +205,7 @@ class Healing:
             missing=attempt.missing,
             checkpoint=checkpoint,
             checkpoint_age_s=self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0,
+            resized=attempt.resized,
         )
         self._scheduler.is_held = False
         return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.resume(now)]
@@ -199,7 +222,7 @@ class Healing:
         """End the attempt after the new ranks have joined: they live, and lack what the others hold."""
         assert self._attempt is not None
         new_ranks = self._attempt.new_ranks
-        if self._ranks.exited:
+        if self._ranks.exited or self._attempt.resized is not None:
             return self._fail(f"{reason}; %mesh heal tries again", now)
         again = f"%mesh kill {format_ranks(new_ranks)}, then %mesh heal, tries again"
         return self._fail(f"it has a new process, but {reason}; {again}", now)
@@ -209,10 +232,20 @@ class Healing:
         assert attempt is not None
         self._scheduler.is_held = False
         who = name_ranks(attempt.new_ranks) if attempt.new_ranks else "the mesh"
-        text = f"{who} could not be healed: {reason}. The other ranks keep what they hold"
+        what = f"{who} could not be healed"
+        unfinished: list[Effect] = []
+        if attempt.resized is not None:
+            what = f"the mesh has {len(self._ranks)} ranks now, but the resize was not completed"
+            # those that have joined may lack what the others hold: with the next heal, all of them begin anew
+            joined = tuple(rank for rank in attempt.new_ranks if rank not in self._ranks.exited)
+            if joined:
+                kill = messages.KillRanks(CallId(f"unfinished-{attempt.number}"), joined)
+                unfinished = [self._ranks.send(joined, kill)]
+        text = f"{what}: {reason}. The other ranks keep what they hold"
         return [
+            *unfinished,
             self._mesh_changed(),
-            *_refuse(attempt.client, attempt.command, text),
+            *_refuse(attempt.client, attempt.command, text, "HealError" if attempt.resized is None else "ResizeError"),
             *self._scheduler.resume(now),
         ]
 
@@ -223,9 +256,17 @@ class Healing:
 class _Attempt:
     """One attempt, and what its steps came to."""
 
-    def __init__(self, client: str, command: messages.HealMesh, new_ranks: Ranks, number: int, began_at: float) -> None:
+    def __init__(
+        self,
+        client: str,
+        command: messages.HealMesh,
+        new_ranks: Ranks,
+        number: int,
+        began_at: float,
+        resized: messages.ResizeChanges | None,
+    ) -> None:
         self.client, self.command, self.new_ranks = client, command, new_ranks
-        self.number, self.began_at = number, began_at
+        self.number, self.began_at, self.resized = number, began_at, resized
         self.ran: tuple[str, ...] = ()
         self.num_defined = 0
         self.bound: set[str] = set()  # names that the replayed cells have bound
@@ -244,5 +285,5 @@ def _first_failure(parts: Parts) -> str:
     return f"{name_ranks(failed.ranks)}: {what}"
 
 
-def _refuse(client: str, command: messages.HealMesh, text: str) -> list[Effect]:
-    return [SendToClient(client, messages.Refused(call=command.call, error="HealError", text=text))]
+def _refuse(client: str, command: messages.HealMesh, text: str, error: str = "HealError") -> list[Effect]:
+    return [SendToClient(client, messages.Refused(call=command.call, error=error, text=text))]

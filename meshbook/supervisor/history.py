@@ -75,8 +75,12 @@ class CellRecord:
         """The names that calls have bound on the ranks, in order of appearance."""
         return tuple(self._names)
 
-    def began(self, command: RunCell, at: float) -> HistoryEntry:
-        """Record a cell that begins at `at`, wall clock."""
+    def began(self, command: RunCell, at: float, *, whole_mesh: bool) -> HistoryEntry:
+        """Record a cell that begins at `at`, wall clock.
+
+        Args:
+            whole_mesh: it runs on all ranks that there are.
+        """
         self.num_cells += 1
         if command.setup:
             self.setup_cells.append(command)
@@ -89,6 +93,7 @@ class CellRecord:
             seconds=None,
             status="running",
             setup=command.setup,
+            whole_mesh=whole_mesh,
             call=command.call,
         )
         return self.history.add(entry)

@@ -88,6 +88,12 @@ class Monitoring:
         self._last_heartbeats: dict[int, tuple[RankStatus, CollectiveWait | None, float]] = {}
         self._is_ticking = False
 
+    def forget_ranks(self, ranks: Ranks) -> None:
+        """Forget ranks that have left the mesh."""
+        self._telemetry.forget_ranks(ranks)
+        for rank in ranks:
+            self._last_heartbeats.pop(rank, None)
+
     # ---- client commands
 
     def take_snapshots(self, client: str, command: messages.TakeSnapshots, now: float) -> list[Effect]:

@@ -85,8 +85,8 @@ class Preemption:
         self._plan = command
         return [SendToClient(client, messages.CommandReply(call=command.call))]
 
-    def refuse_heal(self, client: str, command: messages.HealMesh) -> list[Effect]:
-        """Refuse to heal while ranks are about to end; return nothing if none are."""
+    def refuse_heal(self, client: str, command: messages.HealMesh | messages.ResizeMesh) -> list[Effect]:
+        """Refuse to heal or resize while ranks are about to end; return nothing if none are."""
         return self._refuse(client, command.call, "HealError") if self.is_active else []
 
     def _refuse(self, client: str, call: CallId, error: str) -> list[Effect]:

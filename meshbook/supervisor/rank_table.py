@@ -21,6 +21,8 @@ class RankTable:
         self._infos: dict[int, RankInfo] = {}
         self._reported_at: dict[int, float] = {}  # when their hosts last reported them
         self._exited: dict[int, RankExited] = {}
+        self._leaving: frozenset[int] = frozenset()
+        self._left_incarnations: dict[int, int] = {}  # of ranks that are no more
 
     def assign(self, world_size: int, num_hosts: int) -> None:
         """Create the ranks of a mesh that starts, and assign them to hosts."""
@@ -53,9 +55,9 @@ class RankTable:
                 self._reported_at[info.rank] = now
 
     def rank_exited(self, report: RankExited) -> bool:
-        """Record that a rank has exited; return whether that was unknown."""
+        """Record that a rank has exited; return whether that was unknown, and not asked for."""
         info = self._infos.get(report.rank)
-        if info is None or report.rank in self._exited:
+        if info is None or report.rank in self._exited or report.rank in self._leaving:
             return False
         self._infos[report.rank] = msgspec.structs.replace(
             info, state="dead", exit=report.description, call=None, cell=None, line=None
@@ -70,6 +72,38 @@ class RankTable:
             former = self._infos[rank]
             self._infos[rank] = RankInfo(
                 rank=rank, state="starting", host=former.host, incarnation=former.incarnation + 1
+            )
+
+    def leaving(self, ranks: Ranks) -> None:
+        """Record that these ranks were asked to end, and will be ranks of the mesh no more."""
+        self._leaving = frozenset(ranks)
+
+    def resize(self, world_size: int, hosts: Iterable[int]) -> None:
+        """Forget ranks that have left, and add others, as ranks that have exited: their processes have yet to start.
+
+        Args:
+            hosts: where ranks can be started. The one with the fewest gets the next.
+        """
+        for rank in [rank for rank in self._infos if rank >= world_size]:
+            self._left_incarnations[rank] = self._infos.pop(rank).incarnation
+            del self._host_of[rank]
+            self._reported_at.pop(rank, None)
+            self._exited.pop(rank, None)
+        self._leaving = frozenset()
+        candidates, hostnames = list(hosts), {host: self._infos[rank].host for rank, host in self._host_of.items()}
+        for rank in range(len(self._infos), world_size):
+            host = self._host_of[rank] = min(candidates, key=lambda host: (len(self.on_host(host)), host))
+            name, before = hostnames.get(host, ""), self._left_incarnations.pop(rank, -1)
+            self._infos[rank] = RankInfo(rank=rank, state="dead", host=name, incarnation=before)
+            self._exited[rank] = RankExited(
+                rank=rank,
+                pid=0,
+                exit_code=None,
+                signal=None,
+                host=name,
+                last_lines=(),
+                last_collective=None,
+                cause="has not been started",
             )
 
     # ---- queries

@@ -83,7 +83,7 @@ class CallScheduler:
         client.has_called = client.has_called or is_main_thread
         call.runs_user_code = isinstance(command, (messages.RunCell, messages.CallFunction, messages.RunOps))
         if isinstance(command, messages.RunCell) and not command.silent:
-            call.history_entry = self._cells.began(command, wall_time)
+            call.history_entry = self._cells.began(command, wall_time, whole_mesh=command.ranks == self._ranks.all)
         send = self._ranks.send(command.ranks, command, body)
         if not is_main_thread:
             return [send]

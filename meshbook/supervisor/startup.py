@@ -43,6 +43,7 @@ class MeshStartup:
         spec = self.spec = command.spec
         self._ranks.assign(math.prod(spec.axes.values()), spec.num_hosts)
         self._pending = (client, command, now)
+        self._groups.axes = dict(spec.axes)
         self._scheduler.ends_on_error = spec.end_on_error
         if spec.process_group and spec.torch:
             self._groups.request()

@@ -6,7 +6,8 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `healing`.
+`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `rank_changes`
+(`healing`, `resizing`, `preemption`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
 from meshbook.supervisor.group_state import GroupState
-from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
-from meshbook.supervisor.preemption import Preemption
+from meshbook.supervisor.rank_changes import RankChanges
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
@@ -38,7 +38,7 @@ class MeshState:
 
     Attributes:
         saves: checkpoints that are being saved; the driver reports the ends of commits to it.
-        preemption: what follows a SIGTERM; the driver reports those of its own process to it.
+        changes: heals, resizes, and what follows a SIGTERM.
     """
 
     def __init__(
@@ -62,13 +62,11 @@ class MeshState:
         )
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
         self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
-        self._healing = Healing(
-            self._ranks, self._groups, self._scheduler, self._cells, self._startup, self.saves, self.info
-        )
         self._scheduler.end_listeners.append(self.saves.call_ended)
-        self.preemption = Preemption(
-            self._ranks, self._groups, self._scheduler, self.saves, self._healing, pid, f"{pid}-{started_at:.0f}"
-        )
+        self.changes = RankChanges(
+            self._ranks, self._groups, self._calls, self._scheduler, self._cells, self._startup, self.saves,
+            self._monitoring, self.info, pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
+        )  # fmt: skip
         self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
@@ -76,13 +74,10 @@ class MeshState:
             messages.InputReply: self._reply_input,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
-            messages.HealMesh: lambda client, command, _, now: (
-                self.preemption.refuse_heal(client.id, command) or self._healing.begin(client.id, command, now)
-            ),
-            messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
             messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
             messages.QueryLogs: self._query_logs,
             **self._past_cells.command_handlers,
+            **self.changes.command_handlers,
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.SetOrphanTtl: self._set_orphan_ttl,
@@ -101,15 +96,16 @@ class MeshState:
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
             messages.CallFinished: lambda host, report, now: [
                 *self._scheduler.part_received(host, report, now),
-                *self._healing.call_ended(now),
-                *self.preemption.advance(now),
+                *self.changes.advance(now),
             ],
             messages.InputRequest: self._input_requested,
             messages.CommandReply: self._host_replied,
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
             messages.CheckpointWritten: self.saves.written,
-            messages.TerminationRequested: lambda host, report, now: self.preemption.requested(report.ranks, now),
+            messages.TerminationRequested: lambda host, report, now: self.changes.preemption.requested(
+                report.ranks, now
+            ),
         }
 
     # ---- inputs
@@ -150,7 +146,7 @@ class MeshState:
         """Handle the loss of a host and all its ranks."""
         if self._startup.is_pending:
             return self._startup.fail(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
-        self._healing.lost_hosts[host] = reason
+        self.changes.healing.lost_hosts[host] = reason
         exits = tuple(
             messages.RankExited(
                 rank=info.rank,
@@ -181,15 +177,14 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case "preemption":
-                effects = self.preemption.timer_fired(argument, now)
+                effects = self.changes.preemption.timer_fired(argument, now)
             case _:
-                effects = [*self._calls.timer_fired(kind, argument, now), *self._healing.call_ended(now)]
-                effects += self.preemption.advance(now)
+                effects = [*self._calls.timer_fired(kind, argument, now), *self.changes.advance(now)]
         return self._past_cells.keep(effects, now)
 
     def begin_shutdown(self) -> None:
         """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
-        self._calls.is_stopping = self.preemption.is_over = True
+        self._calls.is_stopping = self.changes.preemption.is_over = True
 
     # ---- queries
 
@@ -235,7 +230,7 @@ class MeshState:
         if not self._startup.is_done:
             text = f"the mesh {self.name!r} has no ranks yet; wait for it to start"
             return self._refuse(client, command.call, "NotAttached", text)
-        if refused := self._refuse_unknown_ranks(client, command):
+        if refused := self.changes.refuse_call(client.id, command.call) or self._refuse_unknown_ranks(client, command):
             return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
@@ -273,7 +268,7 @@ class MeshState:
         return [self._ranks.send((command.rank,), command, body)]
 
     def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Effect]:
-        if self.preemption.takes_stop():
+        if self.changes.preemption.takes_stop():
             return self._reply(client, command)
         self.begin_shutdown()
         return [*self._reply(client, command), Shutdown(f"stopped by a {client.kind}")]

@@ -130,6 +130,21 @@ class MeshTelemetry:
         self._dirty_ranks -= changed.keys()
         self.ranks |= changed
 
+    def forget_ranks(self, ranks: Iterable[int]) -> None:
+        """Forget ranks that have left the mesh, but for their past numbers."""
+        by_rank: tuple[dict[int, Any], ...] = (
+            self.ranks,
+            self.collectives,
+            self._open_collectives,
+            self._built_from,
+            self._metrics,
+            self._collective_counts,
+        )
+        for rank in ranks:
+            for known in by_rank:
+                known.pop(rank, None)
+            self._dirty_ranks.discard(rank)
+
     def sample_series(self, at: float, ranks: Iterable[int]) -> None:
         """Record the current numbers of these ranks in the series."""
         self.series.sample(at, [self.ranks[rank] for rank in ranks if rank in self.ranks])

@@ -16,7 +16,7 @@ from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.console import Console
 from meshbook.controller.session import Session, incarnations
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import CellInterrupted, MeshbookError, RankLost
+from meshbook.errors import CellInterrupted, MeshbookError, MeshShapeError, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.call_sites import CallSite, capture_call_site, encode_call_sites
@@ -190,6 +190,15 @@ class BatchSender:
         self.fail(_error_from_replaced(self.session, self.ranks, self._incarnations))
         self.is_closed_for_good, self._lasting_error = True, self.error
         self._incarnations = incarnations(self.session, self.ranks)
+
+    def mesh_resized(self) -> None:
+        """Raise from now on that the tensors are cut for another number of ranks."""
+        axes = self.session.axes
+        self.error = self._lasting_error = MeshShapeError(
+            f"the mesh was resized since this tensor was made, from {self.axes} to {axes}, and tensors are cut for the "
+            "ranks that there were: make it anew, from a checkpoint or from what the program has"
+        )
+        self.is_closed_for_good = True
 
     def fail_once(self, error: RankLost) -> None:
         """Raise this error once, where the user can see it, unless another one stands."""

@@ -91,6 +91,7 @@ class TensorEngine:
         ranks_exited = _weak_callback(self.sender.ranks_exited)
         session.lost_listeners.append(lambda _: ranks_exited())
         session.healed_hooks.append(_weak_callback(self._healed))
+        session.resized_hooks.append(_weak_callback(self.sender.mesh_resized))
         session.foreground.in_flight.append(_weak_callback(self.sender.in_flight.calls))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._wakeups), name="meshbook-tensors", daemon=True

@@ -134,6 +134,25 @@ def test_a_mesh_is_healed_by_a_line_and_the_notebook_goes_on(front: FrontEnd) ->
     assert "nothing to heal: all 2 ranks are alive" in front.run("%mesh heal").stdout
 
 
+def test_a_mesh_is_resized_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -> None:
+    front.run("%%mesh --setup\nimport math")
+    resized = front.run("%mesh resize 3")
+    assert resized.status == "ok", resized.traceback
+    assert "rank 2 → 3" in resized.stdout
+    assert "rank 2 is new · setup replayed (1 cell)" in resized.stdout
+    assert front.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t), world_size").result == "(3, 3)"
+    assert front.value("len(get_ipython().meshbook.mesh)") == 3
+    assert "ranks 1-2 left" in front.run("%mesh resize rank=1").stdout
+    assert front.run("world_size").result == "1"
+    for wrong in ("", "many", "2 3"):
+        refused = front.run(f"%mesh resize {wrong}")
+        assert refused.reply["ename"] == "UsageError"
+        assert "%mesh resize 6" in refused.reply["evalue"]
+    front.run("%%mesh --bg\nprint('busy', flush=True)\ntime.sleep(60)")
+    assert "runs on rank 0; wait for it, or press Stop" in front.run("%mesh resize 2").reply["evalue"]
+    front.run("%mesh interrupt")
+
+
 def test_healing_while_a_cell_runs_in_the_background_is_refused_with_its_name(front: FrontEnd) -> None:
     front.run("%%mesh --bg --ranks 0\nprint('busy', flush=True)\ntime.sleep(60)")
     os.kill(front.pids()["rank 1"], signal.SIGKILL)

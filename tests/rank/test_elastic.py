@@ -21,7 +21,9 @@ from meshbook.rank.elastic.agreement import (
     byte_ranges,
     decide,
     describe_going_back,
+    describe_resized,
     find_sources,
+    replicated_names,
     units_to_copy,
     units_to_share,
 )
@@ -99,6 +101,39 @@ def test_a_loop_before_the_interrupted_one_is_over() -> None:
     options = decide([request(known, loop=2), request(known, loop=2)])
     assert isinstance(options, list)
     assert (options[0].is_over, options[0].is_own_loop, options[0].reached) == (False, True, 13)
+
+
+def taken_by(world_size: int, number: int, step: int) -> HeldSnapshot:
+    return HeldSnapshot(number, 0, step, False, True, world_size)
+
+
+def test_a_loop_that_was_interrupted_on_another_number_of_ranks_goes_on_from_any_rank_that_holds_the_newest() -> None:
+    on_two = [request(record(taken_by(2, 3, 30))), request(record(taken_by(2, 3, 30), taken_by(2, 4, 40), reached=41))]
+    options = decide([*on_two, request(None)])
+    assert isinstance(options, list)
+    newest = options[0]
+    assert (newest.is_resized, newest.snapshot.step, newest.source, newest.lacking) == (True, 40, 1, (0, 2))
+    line = "elastic: goes on at step 41 (snapshot of step 40; 1 step is computed again); on 3 ranks, before on 2"
+    assert describe_resized(newest, ["losses"]) == f"{line}; losses is each rank's own"
+
+
+def test_snapshots_of_the_number_of_ranks_before_are_no_choice_once_there_is_one_of_the_present() -> None:
+    held_both = record(taken_by(2, 3, 30), taken_by(3, 4, 30))
+    options = decide([request(held_both), request(held_both), request(record())])
+    assert isinstance(options, list)
+    assert [(one.snapshot.number, one.is_resized) for one in options] == [(4, False)]
+
+
+def test_a_loop_that_had_ended_well_before_a_resize_begins_anew_on_ranks_that_have_joined() -> None:
+    over = record(HeldSnapshot(5, 0, 50, True, True, 2), is_open=False)
+    assert decide([request(over), request(over), request(None)]) == Begin(2)
+
+
+def test_what_is_equal_on_all_ranks_of_a_snapshot_is_found_by_name() -> None:
+    manifests = [
+        Manifest({"model": 2, "losses": 1}, [Unit(b"a", 1), Unit(b"b", 1), Unit(own, 1)]) for own in (b"x", b"y")
+    ]
+    assert replicated_names(manifests) == {"model"}
 
 
 @pytest.mark.parametrize("field", ["key", "every", "restart", "loop"])

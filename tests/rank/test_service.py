@@ -80,7 +80,7 @@ class Host:
         self.answers: dict[type, Callable[[Any], Any]] = {messages.PreviewNames: lambda ask: {}}
         parts: Any = rank
         nothing: Any = None
-        self.checkpoints = CheckpointDoor(0, 1, "cpu", {}, nothing)
+        self.checkpoints = CheckpointDoor(0, "cpu", {}, nothing)
         self.thread = Service(
             self.context,
             reported,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
+from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names, size_dependent_names
 from meshbook.wire.messages import HistoryEntry
 
 
@@ -67,3 +67,28 @@ def test_a_cell_with_magics_may_define_something_too() -> None:
 )
 def test_names_that_are_computed_from_the_rank_are_found(sources: list[str], names: tuple[str, ...]) -> None:
     assert rank_dependent_names(sources) == names
+
+
+def test_a_rank_that_the_mesh_did_not_have_runs_the_cells_of_the_whole_mesh() -> None:
+    entries = [
+        HistoryEntry(
+            number=1,
+            label=source,
+            source=source,
+            ranks=ranks,
+            started_at=0.0,
+            seconds=0.1,
+            status="ok",
+            whole_mesh=whole_mesh,
+        )
+        for source, ranks, whole_mesh in (("import a", (0, 1), True), ("import b", (0,), False))
+    ]
+    assert [cell.source for cell in cells_to_replay(entries, (2,))] == ["import a"]
+
+
+def test_names_that_are_computed_from_the_number_of_ranks_are_found() -> None:
+    sources = [
+        "share = 64 // world_size\nlr = 0.1 * dist.get_world_size()",
+        "half = share // 2\nmine = rank\nworld = int(os.environ['WORLD_SIZE'])",
+    ]
+    assert size_dependent_names(sources) == ("half", "lr", "share", "world")

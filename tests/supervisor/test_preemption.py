@@ -28,7 +28,7 @@ class Preempted(Saving):
         if ranks:
             effects = self.host(messages.TerminationRequested(ranks=ranks))
         else:
-            effects = self.state.preemption.requested(None, self.now)
+            effects = self.state.changes.preemption.requested(None, self.now)
         return [*effects, *self.fire(effects, "gathered")]
 
     def fire(self, effects: Iterable[s.Effect], kind: str) -> list[s.Effect]:

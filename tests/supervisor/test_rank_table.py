@@ -58,3 +58,17 @@ def test_a_dead_rank_stays_dead_and_is_news_once() -> None:
     ranks.heartbeat([RankInfo(rank=1, state="idle", host="box0")], 1.0, is_starting=False)
     assert (ranks.info(1).state, ranks.info(1).exit) == ("dead", "was killed by SIGKILL")
     assert (ranks.living, tuple(ranks.exited)) == ((0, 2, 3), (1,))
+
+
+def test_a_resize_forgets_the_highest_ranks_and_adds_ranks_that_have_yet_to_start() -> None:
+    ranks = table()
+    ranks.leaving((3,))
+    assert not ranks.rank_exited(exited(3))  # it was asked to end
+    ranks.resize(3, (0, 1))
+    assert (ranks.all, ranks.living, 3 in ranks) == ((0, 1, 2), (0, 1, 2), False)
+    ranks.resize(5, (0, 1))
+    assert (ranks.living, tuple(ranks.exited)) == ((0, 1, 2), (3, 4))
+    assert [ranks.host_of(rank) for rank in (3, 4)] == [1, 0]
+    assert (ranks.info(3).host, ranks.exited[3].description) == ("box1", "has not been started")
+    ranks.restarting((3, 4))
+    assert [ranks.info(rank).incarnation for rank in (3, 4)] == [1, 0]

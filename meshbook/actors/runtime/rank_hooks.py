@@ -41,7 +41,7 @@ def end_actors() -> bool:
     Returns:
         Whether there were any actors.
     """
-    reason = "its mesh was stopped"
+    reason = "its mesh was stopped, or resized without this rank"
     registry = local_registry()
     registry.transport.announce_exit(reason)
     return registry.end_all(reason)

@@ -162,6 +162,13 @@ class RankShell(InteractiveShell):
         self._preset_names.update(names)
         self.push(names, interactive=False)
 
+    def rebind_presets(self, **names: Any) -> None:
+        """Give names that exist from the start other values, but for those that user code has bound to its own."""
+        missing = object()
+        kept = {name for name, value in self._preset_names.items() if self.user_ns.get(name, missing) is not value}
+        self._preset_names.update(names)
+        self.push({name: value for name, value in names.items() if name not in kept}, interactive=False)
+
     def user_names(self) -> list[str]:
         """Return the names in the namespace that user code has bound."""
         hidden, missing = self.user_ns_hidden, object()

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 class CheckpointDoor:
     """Passes commands about checkpoints to `RankCheckpoints`, and its reports to `outbox`."""
 
-    def __init__(
-        self, rank: int, world_size: int, device: str, namespace: MutableMapping[str, Any], groups: RankGroups
-    ) -> None:
+    def __init__(self, rank: int, device: str, namespace: MutableMapping[str, Any], groups: RankGroups) -> None:
         self.outbox = Outbox()
-        self._rank, self._world_size, self._device = rank, world_size, device
+        self._rank, self._device = rank, device
         self._namespace, self._groups = namespace, groups
         self._checkpoints: RankCheckpoints | None = None
 
@@ -53,12 +51,13 @@ class CheckpointDoor:
 
             self._checkpoints = RankCheckpoints(
                 self._rank,
-                self._world_size,
+                self._groups.world_size,
                 self._device,
                 self._namespace,
                 generation=self._generation,
                 report=self.outbox.put,
             )
+        self._checkpoints.world_size = self._groups.world_size
         return self._checkpoints
 
     def _generation(self) -> int:

@@ -42,7 +42,11 @@ class _Save:
 
 
 class RankCheckpoints:
-    """All saves and restores of one rank."""
+    """All saves and restores of one rank.
+
+    Attributes:
+        world_size: of the mesh; whoever resizes it sets this between two calls.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class RankCheckpoints:
             generation: returns that of the process groups.
             report: sends a report to the supervisor; called on several threads.
         """
-        self._rank, self._world_size, self._device, self._namespace = rank, world_size, device, namespace
+        self._rank, self.world_size, self._device, self._namespace = rank, world_size, device, namespace
         self._generation, self._report = generation, report
         self._buffers = StagingBuffers()
         self._saves: dict[CallId, _Save] = {}
@@ -91,7 +95,7 @@ class RankCheckpoints:
         return {"num_bytes": num_bytes, "seconds": perf_counter() - started}
 
     def _stage_and_write(self, save: _Save) -> int:
-        exchange = Exchange(self._rank, self._world_size)
+        exchange = Exchange(self._rank, self.world_size)
         writer, files = writing.make_writer(save.folder, lambda: save.is_dropped)
         part = save.part = planning.plan_save(lambda: self._read_states(save), exchange, writer)
         staged = self._buffers.stage(part.plan, part.tensors, part.values)
@@ -126,7 +130,7 @@ class RankCheckpoints:
         Raises:
             CheckpointError: it does not fit what the names hold, or is damaged; nothing has been changed.
         """
-        exchange = Exchange(self._rank, self._world_size)
+        exchange = Exchange(self._rank, self.world_size)
         return self._restore(command.folder, command.names, exchange)
 
     def restore_here(self, folder: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -136,7 +140,7 @@ class RankCheckpoints:
     def _restore(self, folder: str, names: tuple[str, ...], exchange: Exchange) -> dict[str, Any]:
         with torch.no_grad():
             restore = restoring.Restore(
-                folder, names, self._namespace, exchange, rank=self._rank, world_size=self._world_size
+                folder, names, self._namespace, exchange, rank=self._rank, world_size=self.world_size
             )
             return restore.run(torch.device(self._device))
 
@@ -149,7 +153,7 @@ class RankCheckpoints:
             return
         writer, files = writing.make_writer(save.folder, lambda: save.is_dropped)
         metadata = save.part.metadata
-        write = lambda: writing.write_metadata(writer, metadata, save.folder, self._world_size)  # noqa: E731
+        write = lambda: writing.write_metadata(writer, metadata, save.folder, self.world_size)  # noqa: E731
         try:
             self._start(save, write, files, is_metadata=True)
         except RuntimeError as error:  # the process cannot start more threads

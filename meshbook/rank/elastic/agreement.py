@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from meshbook.errors import UsageError
@@ -48,6 +49,7 @@ class HeldSnapshot(Struct, frozen=True, array_like=True, order=True):
         step: how many steps of that loop are done.
         is_end: taken when the loop had ended.
         has_copies: the rank holds copies of the units of the rank before it, too.
+        world_size: how many ranks took it; 0: as many as there are.
     """
 
     number: int
@@ -55,6 +57,7 @@ class HeldSnapshot(Struct, frozen=True, array_like=True, order=True):
     step: int
     is_end: bool
     has_copies: bool
+    world_size: int = 0
 
 
 class Record(Struct, frozen=True, array_like=True):
@@ -121,6 +124,16 @@ class GoBack(Struct, frozen=True):
     held: tuple[HeldSnapshot | None, ...]
 
     @property
+    def is_resized(self) -> bool:
+        """Whether another number of ranks took the snapshot."""
+        return self.snapshot.world_size not in (0, len(self.held))
+
+    @property
+    def source(self) -> int:
+        """The lowest rank that holds it."""
+        return next(rank for rank, held in enumerate(self.held) if held is not None)
+
+    @property
     def lacking(self) -> tuple[int, ...]:
         return tuple(rank for rank, held in enumerate(self.held) if held is None)
 
@@ -171,7 +184,8 @@ def options_to_go_back(run: int, records: Sequence[Record | None], loop: int) ->
             held=tuple(_find(record, number) for record in records),
         )
         found.append(option)
-    return found
+    newest = found[0].snapshot
+    return [option for option in found if option.snapshot.world_size == newest.world_size]
 
 
 def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:
@@ -179,6 +193,8 @@ def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:
     known = [record for record in latest if record is not None]
     if any(record.is_open for record in known):
         return True
+    if any(held.world_size not in (0, len(latest)) for record in known for held in record.snapshots):
+        return False  # ranks that have no record have joined since
     # The cell has ended well on all ranks that are left. One has been replaced since: whether it had ended well there
     # is not known, so if the same cell is run again, it is not trained twice without a word.
     return len(known) < len(latest) and any(record.source and record.source == request.source for record in known)
@@ -337,6 +353,32 @@ def explain_uneven_steps(snapshots: Sequence[HeldSnapshot]) -> str:
         f"all ranks must do equally many steps in an elastic loop: {fold_problems(texts)}. Give each rank a loader of "
         "the same length"
     )
+
+
+def replicated_names(manifests: Sequence[Manifest]) -> set[str]:
+    """Return the names whose state was equal on all ranks that took a snapshot."""
+    found = set(manifests[0].parts)
+    contents = [_digests_by_name(manifest) for manifest in manifests]
+    return {name for name in found if all(other.get(name) == contents[0][name] for other in contents)}
+
+
+def _digests_by_name(manifest: Manifest) -> dict[str, list[bytes]]:
+    found, at = {}, 0
+    for name, count in manifest.parts.items():
+        found[name] = [unit.digest for unit in manifest.units[at : at + count]]
+        at += count
+    return found
+
+
+def describe_resized(decision: GoBack, own: Sequence[str]) -> str:
+    """Return the line that is printed when a loop goes on on another number of ranks.
+
+    Args:
+        own: names that each rank has its own value of.
+    """
+    line = describe_going_back(msgspec.structs.replace(decision, held=(decision.snapshot,) * len(decision.held)))
+    kept = f"; {', '.join(own)} {'are' if len(own) > 1 else 'is'} each rank's own" if own else ""
+    return f"{line}; on {len(decision.held)} ranks, before on {decision.snapshot.world_size}{kept}"
 
 
 def describe_going_back(decision: GoBack) -> str:

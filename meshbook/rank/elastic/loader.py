@@ -6,12 +6,15 @@ step are dropped. What it does not draw from those states or from its position i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshbook.errors import UsageError
+from meshbook.rank.elastic.sampler import ElasticSampler
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -28,6 +31,55 @@ def generators_of(loader: Any) -> list[torch.Generator]:
             found.append(generator)
         pending += [getattr(owner, name, None) for name in ("sampler", "batch_sampler")]
     return found
+
+
+def sampler_of(loader: Any) -> ElasticSampler | None:
+    """Return the sampler of a DataLoader, if that knows its place by rows."""
+    sampler = getattr(loader, "sampler", None)
+    is_known = isinstance(sampler, ElasticSampler) and isinstance(getattr(loader, "batch_size", None), int)
+    return sampler if is_known else None
+
+
+def batches_from(loader: Iterable[Any], row: int) -> Iterator[Any]:
+    """Iterate over a loader from a row of its epoch on. Other rows than the first take an `ElasticSampler`."""
+    if not row:
+        return iter(loader)
+    sampler = sampler_of(loader)
+    if sampler is None:
+        raise UsageError("the loader has no meshbook.ElasticSampler any more; give the loader of before")
+    sampler.first_row = row
+    try:
+        batches = iter(loader)
+        first = list(itertools.islice(batches, 1))  # by then the sampler has been asked
+    finally:
+        sampler.first_row = 0
+    return itertools.chain(first, batches)
+
+
+def num_batches_from(loader: Any, row: int) -> int:
+    """Return how many batches `batches_from` gives."""
+    sampler = sampler_of(loader)
+    if not row or sampler is None:
+        return len(loader)
+    sampler.first_row = row
+    try:
+        return len(loader)
+    finally:
+        sampler.first_row = 0
+
+
+def rows_done(loader: Any, begun_at: tuple[int, int], step: int) -> tuple[int, int] | None:
+    """Return how many rows of which epoch all ranks have had after a step; None: the loader does not know.
+
+    Args:
+        begun_at: row and step at which the iteration began.
+    """
+    sampler = sampler_of(loader)
+    if sampler is None:
+        return None
+    row, first_step = begun_at
+    rows = row + (step - first_step) * loader.batch_size * dist.get_world_size()
+    return min(rows, len(sampler.dataset)), sampler.epoch
 
 
 def is_one_pass(loader: Iterable[Any]) -> bool:

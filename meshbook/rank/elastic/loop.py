@@ -7,15 +7,16 @@ the last snapshot on all ranks, drops the batches before it, and goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import Preempted, UsageError
-from meshbook.rank.elastic import contents, transfer
+from meshbook.rank.elastic import contents, resized, transfer
 from meshbook.rank.elastic import loader as loaders
 from meshbook.rank.elastic.agreement import (
     Begin,
@@ -24,6 +25,7 @@ from meshbook.rank.elastic.agreement import (
     Request,
     decide,
     describe_going_back,
+    describe_resized,
     fold_problems,
 )
 from meshbook.rank.elastic.contents import Part
@@ -33,6 +35,7 @@ from meshbook.rank.elastic.snapshots import Snapshot
 from meshbook.rank.healing import random_states
 from meshbook.rank.healing.contents import has_state
 from meshbook.rank.preemption import preempted
+from meshbook.rank.process_groups import gradient_buckets
 from meshbook.rank.process_groups.interrupted_steps import has_unreduced_gradients
 
 Batch = TypeVar("Batch")
@@ -126,6 +129,7 @@ class ElasticLoop(Generic[Batch]):
         self._is_under_way = self._is_over = self._is_due = False
         self._batches: Iterator[Batch] = iter(())
         self._start: Part | None = None
+        self._from = 0, 0  # row of the epoch and step at which this iteration over the loader began
         self.step = 0
         number = runs.count_loop(self._key)
         decision = decide(self._exchange_requests(number, restart))
@@ -141,7 +145,8 @@ class ElasticLoop(Generic[Batch]):
 
     def __len__(self) -> int:
         """The number of all steps of the loop, those done before included."""
-        return len(self._loader)  # type: ignore[arg-type]
+        row, step = self._from
+        return step + loaders.num_batches_from(self._loader, row)
 
     def __next__(self) -> Batch:
         if self._is_over:
@@ -186,30 +191,10 @@ class ElasticLoop(Generic[Batch]):
             call=runs.call,
             source=runs.source_digest(),
             loop=number,
-            problem=self._find_problem(),
+            problem=_find_problem(self._names, runs.namespace, self._device_mesh()),
             record=None if run is None else run.describe(),
         )
         return [_requests.decode(text) for text in transfer.gather(_packer.encode(request))]
-
-    def _find_problem(self) -> str:
-        """Return why no run can begin on this rank; "" if one can."""
-        namespace = self._runs.namespace
-        if missing := [name for name in self._names if name not in namespace]:
-            there = [
-                name
-                for name, value in namespace.items()
-                if name[:1] != "_" and not isinstance(value, type) and not _is_plain(value)
-            ]
-            what = f"names with a state are {', '.join(there[:12])}" if there else "no name here has a state"
-            return f"there is no {' and no '.join(f'`{name}`' for name in missing)}; {what}"
-        meshes = contents.name_meshes(namespace, self._names, self._device_mesh())
-        try:
-            for name in self._names:
-                if not isinstance(namespace[name], torch.nn.Module):  # reading DDP's buckets may be a collective
-                    contents.capture(namespace[name], name, meshes)
-        except UsageError as error:
-            return str(error)
-        return ""
 
     def _begin(self, decision: Begin, number: int) -> None:
         runs, present = self._runs, self._runs.runs.get(self._key)
@@ -238,6 +223,9 @@ class ElasticLoop(Generic[Batch]):
         run = runs.runs.get(self._key)
         if run is None or run.number != options[0].run:
             run = runs.runs[self._key] = Run(options[0].run, "", "", runs.call)
+        if options[0].is_resized:
+            self._go_on_resized(run, options[0])
+            return
         if run.one_pass is not None and run.one_pass is self._loader:
             raise UsageError(
                 "the loader is an iterator, and what the interrupted run has taken from it is gone; give one that can "
@@ -261,38 +249,73 @@ class ElasticLoop(Generic[Batch]):
 
     def _load(self, snapshot: Snapshot, decision: GoBack) -> None:
         """Load the state of a snapshot, and bring the loader to its step. All ranks fail if one does."""
-        problem, cause = "", None
-        try:
+
+        def load() -> None:
             parts = snapshot.parts([*self._names, NOW, _START])
             self._check_names(parts)
             self._load_parts(parts, decision)
-        except Exception as error:
-            problem, cause = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}", error
-        if texts := fold_problems([text.decode() for text in transfer.gather(problem.encode())]):
-            again = "run the cell again, or begin anew (restart=True)"
-            raise UsageError(f"{texts}. The snapshot of step {decision.snapshot.step} is kept: {again}") from cause
+
+        _load_together(load, decision)
 
     def _load_parts(self, parts: dict[str, Part], decision: GoBack) -> None:
         mesh = self._device_mesh()
         meshes = contents.meshes_by_key(self._runs.namespace, self._names, mesh)
         self._start = _own_part(parts[_START])
-        self.step = decision.snapshot.step
+        start = contents.unpickle_part(parts[_START], meshes)
+        self._from, self.step = start["from"], decision.snapshot.step
         own: list[str] = []  # names of the loader itself, which is loaded before it is iterated
         if not decision.is_over:
             # As at the beginning: loaders draw their order, and the seeds of workers, when they are iterated.
-            self._set_start(contents.unpickle_part(parts[_START], meshes))
+            self._set_start(start)
             own = [name for name in self._names if self._runs.namespace.get(name) is self._loader]
             for name in own:
                 contents.restore(name, parts[name], self._runs.namespace, meshes)
-            self._batches = iter(self._loader)
+            row, first_step = self._from
+            self._batches = loaders.batches_from(self._loader, row)
             if not own:
-                loaders.skip(self._batches, self.step)
+                loaders.skip(self._batches, self.step - first_step)
         for name in self._names:
             if name not in own:
                 contents.restore(name, parts[name], self._runs.namespace, meshes)
         if self.step or decision.is_over:
             # Else what the loader has drawn when it was iterated comes after the snapshot.
             self._set_now(contents.unpickle_part(parts[NOW], meshes))
+
+    def _go_on_resized(self, run: Run, decision: GoBack) -> None:
+        """Go on, on another number of ranks than before, from a snapshot whose state those held alike."""
+        snapshot = run.find(decision.snapshot.number)
+        names, parts = resized.share_parts(self._rank, decision, snapshot, [*self._names, NOW])
+        own = [name for name in self._names if name not in names]
+        if decision.is_own_loop:
+            run.call, run.source = self._runs.call, self._runs.source_digest()
+        run.is_open, run.loop, run.reached = True, decision.snapshot.loop, decision.reached
+        self._use(run)
+        self._is_over = decision.is_over
+        _load_together(lambda: self._load_resized(parts, own, decision, is_new=snapshot is None), decision)
+        print(describe_resized(decision, own))
+        self._take_snapshot(is_end=self._is_over, number=decision.snapshot.number + 1)
+
+    def _load_resized(self, parts: dict[str, Part], own: list[str], decision: GoBack, *, is_new: bool) -> None:
+        """Load what the ranks of before held alike, and deal the rows of the epoch that are left."""
+        namespace, mesh = self._runs.namespace, self._device_mesh()
+        meshes = contents.meshes_by_key(namespace, self._names, mesh)
+        now = contents.unpickle_part(parts[NOW], meshes)
+        sampler = loaders.sampler_of(self._loader)
+        resized.check(decision, own, namespace, has_rows=sampler is not None and now["rows"] is not None)
+        for name in self._names:
+            if name in parts:
+                contents.restore(name, parts[name], namespace, meshes)
+                if isinstance(namespace[name], DistributedDataParallel):  # not every rank has those of the snapshot
+                    gradient_buckets.begin_anew(namespace[name])
+        if not is_new:
+            self._set_now(now)
+        self.step = decision.snapshot.step
+        if sampler is not None and now["rows"] is not None:
+            row, sampler.epoch = now["rows"]
+            self._from = row, self.step
+        self._start = self._capture_start()
+        if not self._is_over:
+            self._batches = loaders.batches_from(self._loader, self._from[0])
 
     def _check_names(self, parts: dict[str, Part]) -> None:
         if missing := [name for name in self._names if name not in parts]:
@@ -308,15 +331,20 @@ class ElasticLoop(Generic[Batch]):
         values = (self._runs.namespace.get(name) for name in self._names)
         return any(has_unreduced_gradients(value) for value in values if isinstance(value, torch.nn.Module))
 
-    def _take_snapshot(self, *, is_end: bool = False) -> None:
-        """Take a snapshot of this step, on all ranks. Blocks until all have it."""
+    def _take_snapshot(self, *, is_end: bool = False, number: int | None = None) -> None:
+        """Take a snapshot of this step, on all ranks. Blocks until all have it.
+
+        Args:
+            number: equal on all ranks; None: the next one.
+        """
         if self._run.current is not self:
             raise UsageError(
                 f"another elastic loop with the same state ({self._key}) began within this one; give each a name=..."
             )
         self._is_due = False
-        number, run = self._run.next_number, self._run
-        held = HeldSnapshot(number, run.loop, self.step, is_end, has_copies=True)
+        run, world_size = self._run, torch.distributed.get_world_size()
+        number = run.next_number if number is None else number
+        held = HeldSnapshot(number, run.loop, self.step, is_end, has_copies=True, world_size=world_size)
         run.take(self._rank, held, self._capture())
 
     def _capture(self) -> dict[str, Part]:
@@ -325,7 +353,11 @@ class ElasticLoop(Generic[Batch]):
         if missing := [name for name in self._names if name not in namespace]:
             raise UsageError(f"the loop has deleted {', '.join(missing)}, which is in its state")
         parts = {name: contents.capture(namespace[name], name, meshes) for name in self._names}
-        now = {"random": random_states.random_states(), "loader": self._loader_states()}
+        now = {
+            "random": random_states.random_states(),
+            "loader": self._loader_states(),
+            "rows": loaders.rows_done(self._loader, self._from, self.step),
+        }
         parts[NOW] = contents.pickle_part(now, {})
         assert self._start is not None  # captured or loaded before
         parts[_START] = self._start
@@ -345,6 +377,7 @@ class ElasticLoop(Generic[Batch]):
             "loader": self._loader_states(),
             "generators": generators,
             "values": values,
+            "from": self._from,
         }
         meshes = contents.name_meshes(namespace, self._names, self._device_mesh())
         return _own_part(contents.pickle_part(start, meshes))
@@ -369,9 +402,41 @@ class ElasticLoop(Generic[Batch]):
         return mesh
 
 
+def _load_together(load: Callable[[], None], decision: GoBack) -> None:
+    """Call `load` on all ranks; all fail if one does."""
+    problem, cause = "", None
+    try:
+        load()
+    except Exception as error:
+        problem, cause = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}", error
+    if texts := fold_problems([text.decode() for text in transfer.gather(problem.encode())]):
+        again = "run the cell again, or begin anew (restart=True)"
+        raise UsageError(f"{texts}. The snapshot of step {decision.snapshot.step} is kept: {again}") from cause
+
+
 def _own_part(part: Part) -> Part:
     """Return a part with tensors of its own, on this machine's memory."""
     return Part(part.pickled, [tensor.detach().cpu().contiguous().clone() for tensor in part.tensors])
+
+
+def _find_problem(names: Sequence[str], namespace: Mapping[str, Any], mesh: DeviceMesh) -> str:
+    """Return why no run can begin on this rank; "" if one can."""
+    if missing := [name for name in names if name not in namespace]:
+        there = [
+            name
+            for name, value in namespace.items()
+            if name[:1] != "_" and not isinstance(value, type) and not _is_plain(value)
+        ]
+        what = f"names with a state are {', '.join(there[:12])}" if there else "no name here has a state"
+        return f"there is no {' and no '.join(f'`{name}`' for name in missing)}; {what}"
+    meshes = contents.name_meshes(namespace, names, mesh)
+    try:
+        for name in names:
+            if not isinstance(namespace[name], torch.nn.Module):  # reading DDP's buckets may be a collective
+                contents.capture(namespace[name], name, meshes)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -115,7 +115,7 @@ class Run:
         chosen, plan = options[0], None
         if chosen.lacking:
             chosen, plan = self._choose(rank, options)
-        have = self._find(chosen.snapshot.number)
+        have = self.find(chosen.snapshot.number)
         if plan is not None:
             received = self._exchange_parts(rank, chosen, plan, have)
             have = have or received
@@ -123,13 +123,13 @@ class Run:
         self.complete = [have]
         return chosen, have
 
-    def _find(self, number: int) -> Snapshot | None:
+    def find(self, number: int) -> Snapshot | None:
         return next((one for one in self.complete if one.held is not None and one.held.number == number), None)
 
     def _choose(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Plan]:
         own: list[Plan | None] = []
         for option in options:
-            have = self._find(option.snapshot.number)
+            have = self.find(option.snapshot.number)
             lowest = next(at for at, held in enumerate(option.held) if held is not None)
             if rank == lowest:
                 assert have is not None  # as this rank has said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,6 +41,8 @@ def describe(value: Any) -> Held:
         return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
     if isinstance(value, DeviceMesh):
         return _describe_mesh(value)
+    if _is_sampler_of_rank(value):
+        return Held("opaque", name)  # that of another rank would deal that one's rows
     if isinstance(value, _DEFINITIONS):
         return Held("definition", name, _digest_or_none(value))
     try:
@@ -61,6 +64,12 @@ def _describe_contents(kind: str, name: str, contents: Any, rest_digest: str | N
     digester = _Digester()
     digester.add(contents, 0)
     return Held(kind, name, digester.hash.hexdigest(), rest_digest, is_sharded=digester.is_sharded)
+
+
+def _is_sampler_of_rank(value: Any) -> bool:
+    """Whether a value deals the rows of a data set to ranks."""
+    samplers: Any = sys.modules.get("torch.utils.data.distributed")
+    return samplers is not None and isinstance(value, samplers.DistributedSampler)
 
 
 def _describe_mesh(mesh: DeviceMesh) -> Held:

@@ -42,6 +42,8 @@ class Connector:
         """
         generation = self._generation
         generation.check_not_aborted()
+        if group.health.failure is not None and group.health.failure.for_good:
+            group.health.wait_until_allowed("connecting it")
         self._table.hold_new(group)
         name = group.label.name
         num_before, self._num_connects[name] = self._num_connects[name], self._num_connects[name] + 1

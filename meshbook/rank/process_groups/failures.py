@@ -17,11 +17,13 @@ class GroupFailure:
     Attributes:
         error: what threads that wait in the group raise; None if each has an error of its own.
         reason: one line for every later caller.
+        for_good: the group is not formed again.
     """
 
-    def __init__(self, reason: str, error: BaseException | None = None) -> None:
+    def __init__(self, reason: str, error: BaseException | None = None, *, for_good: bool = False) -> None:
         self.reason = reason
         self.error = error
+        self.for_good = for_good
         self.was_raised = False  # a thread has raised the error
 
     def error_to_raise(self) -> BaseException | None:

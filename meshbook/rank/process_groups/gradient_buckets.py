@@ -50,15 +50,27 @@ def read(model: Any) -> Buckets | None:
 
 def arrange(model: Any, buckets: Buckets | None) -> None:
     """Give a DDP model these buckets, on every rank of its group, between two steps. No collective."""
-    if buckets is None or not _can_arrange(model):
-        return
+    if buckets is not None and _can_arrange(model):
+        _rebuild(model, buckets)
+
+
+def begin_anew(model: Any) -> None:
+    """Give a DDP model the buckets of a new one, on every rank of its group, between two steps. No collective."""
+    if _can_arrange(model):
+        _rebuild(model, None)
+
+
+def _rebuild(model: Any, buckets: Buckets | None) -> None:
+    """Have a DDP model begin with these buckets; None: with those that it computes itself."""
     parameters, expects_sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model.reducer._remove_autograd_hooks()
-    limits = [model.bucket_bytes_cap] * len(buckets)
-    # the helper reverses what it computes
-    computed = list(reversed(buckets)), limits
-    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", return_value=computed):
+    given: Any = contextlib.nullcontext()
+    if buckets is not None:
+        # the helper reverses what it computes
+        computed = list(reversed(buckets)), [model.bucket_bytes_cap] * len(buckets)
+        given = mock.patch.object(dist, "_compute_bucket_assignment_by_size", return_value=computed)
+    with given:
         model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
     model._has_rebuilt_buckets = False
     model.__dict__.pop(_CACHE, None)

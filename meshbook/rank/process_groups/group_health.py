@@ -110,6 +110,8 @@ class GroupHealth:
             return
         if isinstance(failure.error, CollectiveAborted):
             raise failure.error_to_raise() or failure.error
+        if failure.for_good:
+            raise GroupBroken(f"{op} cannot run on the process group of {self.label.ranks_text}: {failure.reason}")
         raise GroupBroken(
             f"{op} cannot run: the process group of {name_ranks(self.label.ranks)} is broken "
             f"({failure.reason}). It is formed again before the next cell: run the cell again. "

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.errors import MeshShapeError
 from meshbook.rank.process_groups.backends import BackendAborts
@@ -41,28 +40,15 @@ from meshbook.rank.process_groups.group_reports import (
 )
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
+from meshbook.rank.process_groups.mesh_layout import MeshLayout, group_names, make_mesh
+from meshbook.rank.process_groups.resized_world import adapt_groups
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.process_groups.solo import SoloGroups
-from meshbook.rank.process_groups.torch_patches import TorchPatches, c10d
+from meshbook.rank.process_groups.torch_patches import TorchPatches, begin_world_generation, c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
 # Seconds until gloo times out a collective: torch's default. An interrupt or the supervisor acts sooner.
 _COLLECTIVE_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True)
-class _MeshLayout:
-    """What must be unchanged for groups to be formed again in place."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    axes: tuple[tuple[str, int], ...]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """The rank, and the world's size."""
-        return self.rank, self.world_size
 
 
 class ProcessGroups:
@@ -94,7 +80,8 @@ class ProcessGroups:
         self.connector = Connector(self._generation, self.table, self._aborts)
         self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure, self.solo.name_for)
-        self._layout: _MeshLayout | None = None
+        self._layout: MeshLayout | None = None
+        self._mesh_layout: MeshLayout | None = None  # that of `mesh`
         self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
         # other groups at the start of this generation, and the ranks that had them
         self._user_group_ranks: dict[str, set[int]] = {}
@@ -149,8 +136,7 @@ class ProcessGroups:
         next collective raises, so check `is_broken` too before using a result.
 
         Args:
-            generation: break the groups of this generation, also if they are formed later, and leave newer ones alone.
-                None: those that there are.
+            generation: break groups of this one, also if they are formed later, and no newer ones. None: all there are.
         """
         failure = GroupFailure(str(error).splitlines()[0] if str(error) else type(error).__name__, error)
         with self._generation.lock:
@@ -170,8 +156,8 @@ class ProcessGroups:
     def call_ended(self, *, succeeded: bool) -> None:
         """Handle the end of a call. Call it when no user code runs.
 
-        A model that the call left in the middle of a step would continue from a different point on each rank. In that
-        case this breaks the groups, and forming them again makes all ranks forget the step.
+        A model that the call left in the middle of a step would go on from another point on each rank. Then this breaks
+        the groups, and forming them again makes all ranks forget the step.
         """
         backward_incomplete, self._patches.is_backward_incomplete = self._patches.is_backward_incomplete, False
         if not succeeded and not self.is_broken and (reason := _mid_step_reason(backward_incomplete)):
@@ -189,12 +175,13 @@ class ProcessGroups:
         device: torch.device,
         timeout_s: float,
         axes: Mapping[str, int],
+        num_resizes: int = 0,
     ) -> DeviceMesh:
         """Form the world group and one group per axis, connected. Blocks until all ranks have joined.
 
         The first call initialises torch.distributed. A later call with the same rank in a world of the same shape gives
-        every group new connections and returns the same DeviceMesh; with another rank or shape it starts from scratch
-        and returns a new one. All ranks call it with the same generation; some may do so for the first time.
+        every group new connections and returns the same DeviceMesh; after a resize the world keeps its group, and the
+        DeviceMesh is a new one; else it starts from scratch. All ranks call it, some perhaps for the first time.
 
         Groups that the user made are formed again too, if all their members are still the processes that made them. A
         group that a new process does not have yet is connected when it is first used, so that the process can make it
@@ -206,6 +193,7 @@ class ProcessGroups:
             device: cpu for gloo; cuda, with its index, for NCCL plus gloo for CPU tensors.
             timeout_s: seconds to wait for the other ranks.
             axes: sizes by name; their product is `world_size`.
+            num_resizes: how often the mesh was resized.
 
         Raises:
             MeshShapeError: the product of the axes is not `world_size`.
@@ -216,8 +204,8 @@ class ProcessGroups:
         current = self._generation
         if current.number is not None and generation <= current.number:
             raise ValueError(f"generation {generation} has passed: the groups are those of {current.number}")
-        layout = _MeshLayout(rank, world_size, device, tuple(axes.items()))
-        in_place = self.mesh is not None and layout == self._layout and dist.group.WORLD in list(self.table)
+        layout = MeshLayout(rank, world_size, device, tuple(axes.items()), num_resizes)
+        in_place = self.mesh is not None and layout.follows(self._layout) and dist.group.WORLD in list(self.table)
         if not in_place:
             self._destroy_world()
         else:
@@ -246,11 +234,11 @@ class ProcessGroups:
         return self._generation.exchange(topic, data, *self._layout.place)
 
     def close(self) -> None:
-        """Leave all groups without waiting for other ranks. torch.distributed is then as before `form`."""
+        """Leave all groups without waiting for others. torch.distributed is then as before `form`."""
         self._destroy_world()
         self._patches.remove()
 
-    def _form_initial(self, layout: _MeshLayout) -> None:
+    def _form_initial(self, layout: MeshLayout) -> None:
         if layout.device.type == "cuda":
             torch.cuda.set_device(layout.device)
             # Otherwise DeviceMesh, which sees no device in use, would choose one by LOCAL_RANK.
@@ -266,21 +254,26 @@ class ProcessGroups:
         )
         # torch's hook would prefix each line with the rank, which the display of the output already does
         sys.excepthook = hook
-        names, sizes = zip(*layout.axes, strict=True)
-        self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
-        self._mesh_group_names = self.table.names
+        self._make_mesh(layout)
         self._user_group_ranks = self.solo.join(self.exchange)
 
-    def _reform(self, layout: _MeshLayout) -> None:
+    def _make_mesh(self, layout: MeshLayout) -> None:
+        self.mesh, self._mesh_layout = make_mesh(layout, self.table), layout
+        self._mesh_group_names = group_names(self.mesh)
+
+    def _reform(self, layout: MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
+        is_resized = layout != self._mesh_layout
+        if is_resized:
+            self._aborts.dispose(adapt_groups(self.table, self._mesh_group_names, layout.rank, layout.world_size))
+            self._mesh_group_names &= self.table.names
         self._aborts.dispose([group.detach_backends() for group in self.table])
         for group in self.table:
             if group.label.name in self._mesh_group_names:
                 self.connect(group)
-        world = dist.group.WORLD
-        name, _ = c10d._world.pg_map[world]
-        c10d._world.pg_map[world] = name, self._generation.prefix_store()
-        c10d._world.pg_coalesce_state.clear()  # a leftover entry would make every later coalesced call fail
+        begin_world_generation(self._generation.prefix_store())
+        if is_resized:
+            self._make_mesh(layout)
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
         specs = [_spec_of(self.table[name]) for name in user_groups]
@@ -318,10 +311,7 @@ class ProcessGroups:
         self.connector.connect(group)
 
     def unregister(self, group: WatchedGroup) -> None:
-        """Remove a destroyed group.
-
-        Aborts a stuck operation in it, because dropping the group would wait for the operation.
-        """
+        """Remove a destroyed group, and abort what is stuck in it, because dropping the group would wait for that."""
         if not self.table.remove(group):
             return
         self._mesh_group_names.discard(group.label.name)

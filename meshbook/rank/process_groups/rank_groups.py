@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,7 @@ class RankGroups:
 
     Attributes:
         ring: the collectives of this rank.
+        world_size: the number of ranks of the mesh.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class RankGroups:
             running_file: returns the file name of the running cell.
         """
         self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
+        self.world_size = config.world_size
         self._config, self._device, self._state = config, device, state
         self._context, self._crash_log = context, crash_log
         self._running_file, self._describe_error = running_file, describe_error
@@ -76,10 +80,13 @@ class RankGroups:
     def form(self, command: FormGroups) -> tuple[dict[str, Any], str | None]:
         """Form the process groups of this generation. Return the names that user code finds, and the backend."""
         config = self._config
+        axes = command.axes or config.spec.axes
+        self.world_size = math.prod(axes.values())
+        os.environ["WORLD_SIZE"] = str(self.world_size)
         names: dict[str, Any] = {
             "rank": config.rank,
             "local_rank": config.local_rank,
-            "world_size": config.world_size,
+            "world_size": self.world_size,
         }
         if not config.spec.torch:
             return names, None
@@ -110,11 +117,12 @@ class RankGroups:
         names["mesh"] = self._groups.form(
             command.generation,
             rank=config.rank,
-            world_size=config.world_size,
+            world_size=self.world_size,
             store=self._store,
             device=device,
             timeout_s=_FORM_TIMEOUT_S,
-            axes=config.spec.axes,
+            axes=axes,
+            num_resizes=command.num_resizes,
         )
         return names, dist.get_backend()
 

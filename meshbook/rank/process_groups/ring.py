@@ -66,9 +66,13 @@ class GroupLabel:
 
     def __init__(self, name: str, ranks: Iterable[int], origin: tuple[str, str] = ("", "")) -> None:
         self.name, self.origin = name, origin
+        self.set_ranks(ranks)
+        self.reset_counters(0)
+
+    def set_ranks(self, ranks: Iterable[int]) -> None:
+        """Set the members. Call it between two generations."""
         self.ranks = tuple(ranks)
         self.ranks_text = name_ranks(self.ranks)
-        self.reset_counters(0)
 
     def reset_counters(self, generation: int) -> None:
         """Restart the counts at 1: after an abort, members would otherwise continue from different numbers."""

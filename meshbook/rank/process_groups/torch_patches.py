@@ -167,6 +167,14 @@ class TorchPatches:
             self.is_backward_incomplete = self.is_backward_incomplete or not ended
 
 
+def begin_world_generation(store: Store) -> None:
+    """Have torch use another store with the world group, and forget collectives that were being coalesced."""
+    world = dist.group.WORLD
+    name, _ = c10d._world.pg_map[world]
+    c10d._world.pg_map[world] = name, store
+    c10d._world.pg_coalesce_state.clear()  # a leftover entry would make every later coalesced call fail
+
+
 def _batch_isend_irecv(one_by_one: Callable[[Any], Any], p2p_op_list: Any) -> Any:
     """Replace `dist.batch_isend_irecv`, which batches only for a group whose type is exactly ProcessGroup.
 

@@ -207,6 +207,10 @@ class WatchedGroup(ProcessGroup):
 
     # ---- what torch calls on a group
 
+    def getSize(self) -> int:
+        """Return the number of members. The base class has that of the beginning."""
+        return len(self.label.ranks)
+
     def _get_backend(self, device: torch.device) -> Any:
         return self.inner._get_backend(device)
 

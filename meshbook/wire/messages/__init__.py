@@ -49,6 +49,7 @@ ClientCommand = (
     | KillRanks
     | HealMesh
     | PlanPreemption
+    | ResizeMesh
     | QueryStatus
     | QueryLogs
     | QueryHistory
@@ -65,6 +66,8 @@ ClientCommand = (
 )
 HostCommand = (
     StartRanks
+    | LeaveMesh
+    | FindSharded
     | FormGroups
     | ReplayCells
     | ShareState
@@ -102,6 +105,7 @@ HostCommand = (
 )
 RankCommand = (
     FormGroups
+    | FindSharded
     | ReplayCells
     | ShareState
     | RunCell
@@ -188,6 +192,7 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 # Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
 MAIN_THREAD_COMMANDS = (
     FormGroups,
+    FindSharded,
     ReplayCells,
     ShareState,
     RunCell,

@@ -154,6 +154,13 @@ class HealMesh(Message):
     share: bool = True  # copy what the other ranks hold equally
 
 
+class ResizeMesh(Message):
+    """Change the number of ranks. Those above it leave, new ones join; the others keep what they hold."""
+
+    call: CallId
+    axes: dict[str, int]  # of the mesh afterwards, in order
+
+
 class QueryStatus(Message):
     call: CallId
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
@@ -20,6 +21,27 @@ class StartRanks(Message):
     host_ranks: Ranks  # all ranks of this host, these among them
 
 
+class LeaveMesh(Message):
+    """To hosts: end these ranks in order, or by SIGKILL if they do not listen; they are no ranks of the mesh any more.
+
+    The call ends when their processes have.
+    """
+
+    call: CallId
+    ranks: Ranks
+
+
+class FindSharded(Message):
+    """To all ranks: which of the user's names hold parts of something (DTensors) that other ranks hold the rest of?
+
+    The reply is `{"sharded": [names], "stale": [names]}`; stale are those of `size_dependent` with a plain value.
+    """
+
+    call: CallId
+    ranks: Ranks
+    size_dependent: tuple[str, ...] = ()  # names that cells compute from the number of ranks
+
+
 class FormGroups(Message):
     """To every rank: form the process groups of this generation, the first time or again. Precedes queued commands."""
 
@@ -27,6 +49,8 @@ class FormGroups(Message):
     ranks: Ranks
     generation: int
     store_address: str  # of the mesh's store
+    axes: dict[str, int] = msgspec.field(default_factory=dict)  # of the mesh, as it is now; {}: as it was started
+    num_resizes: int = 0  # how often it was given others
 
 
 class CellToReplay(Struct, frozen=True, gc=False):

@@ -196,8 +196,16 @@ class MeshReady(Message):
     seconds: float
 
 
+class ResizeChanges(Struct, frozen=True, gc=False):
+    """What a resize has changed, beside the new ranks."""
+
+    before: dict[str, int]  # axes
+    left: Ranks = ()  # ranks that are no more
+    stale: tuple[str, ...] = ()  # names with plain values that cells have computed from the former number of ranks
+
+
 class MeshHealed(Message):
-    """The reply to HealMesh."""
+    """The reply to HealMesh, and to ResizeMesh."""
 
     call: CallId
     info: MeshInfo
@@ -212,6 +220,7 @@ class MeshHealed(Message):
     missing: dict[int, dict[str, str]] = msgspec.field(default_factory=dict)  # new rank -> name -> why it has no value
     checkpoint: SavedFolder | None = None  # of this mesh, the last that has names that are missing
     checkpoint_age_s: float = 0.0
+    resized: ResizeChanges | None = None  # in the reply to ResizeMesh
 
 
 class MeshChanged(Message):
@@ -244,6 +253,7 @@ class HistoryEntry(Struct, frozen=True, gc=False):
     seconds: float | None  # None: still running
     status: str  # "running", "ok", "error", "interrupted", "lost"
     setup: bool = False
+    whole_mesh: bool = False  # it ran on all ranks that the mesh had then
     call: CallId = CallId("")
     num_lines: int | None = None  # that it printed; None: nothing of it is kept, or there was nothing to keep
 
