@@ -115,7 +115,7 @@ def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     assert healed.missing == {rank: {"kept": "no other rank was left that held it"} for rank in (0, 1)}
     assert "not on ranks 0-1: kept (no other rank was left that held it)" in str(healed)
     assert values(pair, "again") == {0: 1, 1: 1}
-    assert "all ranks were lost: names have what these cells gave them, and not what later ones made" in str(healed)
+    assert "all ranks were lost: names have what these cells gave them, and not what later cells made" in str(healed)
     assert set(values(pair, "__import__('os').getppid()").values()) != {server}
     assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
 
