@@ -62,10 +62,6 @@ def _kill(scene: Scene) -> None:
     os.kill(scene.pid(scene.victim), signal.SIGKILL)
 
 
-def _preempt(scene: Scene) -> None:
-    os.kill(scene.pid(scene.victim), signal.SIGTERM)
-
-
 def _segfault(scene: Scene) -> None:
     if scene.rng.random() < 0.5:
         scene.tell(scene.victim, "segfault")  # while its main thread does something else
@@ -204,7 +200,6 @@ FAULTS = {
     fault.name: fault
     for fault in (
         Fault("kill", _kill, 3, "victim", ("SIGKILL",), "SIGKILL"),
-        Fault("preempted", _preempt, 1, "victim", ("left (SIGTERM)",)),
         Fault("segfault", _segfault, 2, "victim", ("SIGSEGV",), "SIGSEGV"),
         Fault("os._exit", _exit, 2, "victim", ("exited with status",)),
         Fault("out of memory", _run_out_of_memory, 2, "victim", ("memory",), "SIGKILL"),
