@@ -63,6 +63,7 @@ class TensorEngine:
 
     Attributes:
         next_id, free_id: the id of a new tensor; frees one, at any moment and on any thread.
+        may_hold: whether steps may be recorded.
         foreign_version_counter: one version counter for all tensors whose storage code outside this engine can change,
             such as a cell's.
     """
@@ -85,6 +86,7 @@ class TensorEngine:
         self.next_id = itertools.count(1).__next__
         self.free_id = self.queue.freed_ids.append
         self.foreign_version_counter: list[int] = session.extras.setdefault("changes", [0])
+        self.may_hold = True
         self._sent_modes: Modes | None = ()  # last sent to the ranks; None: unknown
         self._sent_deterministic = False  # deterministic algorithms, as last sent
         session.before_call_hooks.append(_weak_callback(self._before_call))
@@ -185,9 +187,9 @@ class TensorEngine:
         """Hold operations back from here until `release`. Code that needs a value of them sends them earlier.
 
         Returns:
-            False: others are held already, and nothing is done.
+            False: others are held already, or none may be, and nothing is done.
         """
-        if self.queue.is_held:
+        if self.queue.is_held or not self.may_hold:
             return False
         if self._should_send_steps():
             self.flush()

@@ -313,7 +313,7 @@ def test_gradients_that_are_added_up_over_steps_are_part_of_a_snapshot(duo: Mesh
     assert weight.grad.full_tensor().tolist() == [28.0] * 4
 
 
-def test_a_recorded_step_goes_on_recorded(duo: Mesh) -> None:
+def test_a_step_that_is_recorded_elsewhere_goes_on_too(duo: Mesh) -> None:
     def losses(fault: Callable[[int], object], train: Callable[..., Any]) -> list[float]:
         training = Training(duo, "replicated")
         found: list[Any] = []
