@@ -17,12 +17,11 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from meshbook.clock import monotonic
+from meshbook.clock import monotonic, sleep
 from meshbook.wire.interrupt_points import PostponedInterrupt
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
 
@@ -203,7 +202,7 @@ class InterruptGate:
             self._raise_interrupt()
 
     def _retry_soon(self) -> None:
-        time.sleep(_RETRY_S)
+        sleep(_RETRY_S)
         if self._postponed.is_pending and signal.getsignal(_RETRY_SIGNAL) == self._on_retry:
             signal.pthread_kill(threading.main_thread().ident or 0, _RETRY_SIGNAL)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshbook.controller.starting import attach
 from meshbook.wire.checkpoint_folders import find_checkpoint
 from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
@@ -73,8 +74,7 @@ def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
     assert f"x is saved in {folder}/save-0001: on a new mesh, %mesh restore {folder}" in front.run("x").traceback
 
 
-@pytest.mark.parametrize("how", ["killed", "shut down"])
-def test_what_was_asked_for_is_saved_although_the_kernel_ends_too(front: FrontEnd, tmp_path: Path, how: str) -> None:
+def test_what_was_asked_for_is_saved_although_the_kernel_is_killed_too(front: FrontEnd, tmp_path: Path) -> None:
     folder = tmp_path / "run1"
     front.run(f"%mesh checkpoint {folder} x --on-preemption --grace 60")
     pids, gate = front.pids(), Gate(tmp_path / "gate")
@@ -82,12 +82,35 @@ def test_what_was_asked_for_is_saved_although_the_kernel_ends_too(front: FrontEn
     front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     os.kill(pids["supervisor"], signal.SIGTERM)
     front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.stderr)
-    if how == "killed":
-        os.kill(front.pid, signal.SIGTERM)
-    else:  # as JupyterLab does with its kernels when it receives SIGTERM
-        front.manager.shutdown_kernel()
+    os.kill(front.pid, signal.SIGTERM)
     gate.open()
     wait_until(lambda: all(map(has_exited, pids.values())), 30, "the end of the mesh")
+    assert find_checkpoint(folder).folder.name == "save-0001"
+
+
+def test_what_was_asked_for_is_saved_although_the_kernel_stops_its_mesh_meanwhile(
+    front: FrontEnd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run1"
+    front.run(f"%mesh checkpoint {folder} x --on-preemption --grace 60")
+    pids, gate, said = front.pids(), Gate(tmp_path / "gate"), [""]
+
+    def hears(text: str) -> bool:
+        said[0] += capsys.readouterr().err
+        return text in said[0]
+
+    other = attach(front.value("get_ipython().meshbook.mesh.name"))
+    try:
+        # Another client's cell: jupyter_client interrupts a kernel, and what it runs, before it shuts it down.
+        other.run(f"print('at it', flush=True)\n{gate.wait}", wait=False)
+        wait_until(lambda: all("at it" in other.logs(rank) for rank in other.ranks), 10, "the beginning of the cell")
+        os.kill(pids["supervisor"], signal.SIGTERM)
+        wait_until(lambda: hears("received SIGTERM"), 10, "the news of it")
+        front.manager.shutdown_kernel()  # as JupyterLab does with its kernels when it receives SIGTERM
+        gate.open()
+        wait_until(lambda: all(map(has_exited, pids.values())), 30, "the end of the mesh")
+    finally:
+        other.session.close()
     assert find_checkpoint(folder).folder.name == "save-0001"
 
 

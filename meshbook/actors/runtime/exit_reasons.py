@@ -13,7 +13,7 @@ class ExitReasons:
     """Why processes have exited, by pid. Any thread."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.0  # usual delay of a report; 0: there are no reports
+        self.delay_s = 0.0  # how late a report may be; 0: there are no reports
         self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
         self._ended_with_mesh: BoundedDict[int, bool] = BoundedDict()
         self._changed = threading.Condition()
@@ -34,6 +34,10 @@ class ExitReasons:
     def has_mesh_ended(self, address: NodeAddress | None) -> bool:
         """Return whether the process at `address` ended with the whole mesh."""
         return address is not None and address.pid in self._ended_with_mesh
+
+    def is_known(self, address: NodeAddress) -> bool:
+        """Return whether the process at `address` was reported to have exited."""
+        return address.pid in self._reason_by_pid
 
     def describe(self, address: NodeAddress | None, *, wait: bool) -> str:
         """Return why the process at `address` does not reply. With `wait`, waits up to `delay_s` for a report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,10 @@ from meshbook.actors.runtime.runner import ActorRunner
 from meshbook.actors.runtime.transport import Transport, encode, local_transport, unblock_signals
 from meshbook.clock import monotonic
 from meshbook.wire import messages
+from meshbook.wire.messages import NodeAddress
 from meshbook.wire.process_control import ACTORS_GRACE_S
 
+_EXPLAIN_S = 0.25  # after which it is usually known how a process has exited
 _DRAIN_S = 2.0  # of ACTORS_GRACE_S, for queued messages; the rest is for `__cleanup__`
 
 
@@ -221,10 +224,16 @@ class ActorRegistry:
                 text = f"rank {rank} of {owned.ref.name!r} is lost: {exit_reason}"
                 self.notify_owner(owned.owner, faults.MeshFailure(owned.ref.name, (rank,), text))
 
-            if self.transport.exit_reasons.delay_s:
-                self.transport.reactor.call_later(self.transport.exit_reasons.delay_s, tell)
-            else:
-                tell()
+            self._call_when_explained(peer.address, tell)
+
+    def _call_when_explained(self, address: NodeAddress, tell: Callable[[], None], waited_s: float = 0.0) -> None:
+        """Call `tell` when it is known how the process there has exited, or will not be known."""
+        exit_reasons = self.transport.exit_reasons
+        if waited_s >= exit_reasons.delay_s or (waited_s and exit_reasons.is_known(address)):
+            tell()
+            return
+        again = functools.partial(self._call_when_explained, address, tell, waited_s + _EXPLAIN_S)
+        self.transport.reactor.call_later(_EXPLAIN_S, again)
 
 
 def _wait_until_ended(runners: list[ActorRunner], deadline: float) -> None:
