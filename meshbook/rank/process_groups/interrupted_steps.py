@@ -9,13 +9,14 @@ Depends on the internals of DDP and FSDP2, and not on process groups.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from meshbook.rank.process_groups.live_objects import instances_of
 
 # Attribute of a DDP model: its buckets are no longer those of the beginning.
 _REBUCKETED = "_meshbook_rebucketed"
@@ -86,16 +87,10 @@ def rebuild_buckets_in_order() -> None:
 
 
 def _iter_models() -> Iterator[Any]:
-    """Yield all DDP models, and the FSDP2 models and their submodules."""
+    """Return all DDP models, and the FSDP2 models and their submodules."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported only if user code uses it
     model_types = (DistributedDataParallel, *([fsdp.FSDPModule] if fsdp is not None else []))
-    is_model_type: dict[type, bool] = {}  # tested once per class: a process has some hundred thousand objects
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if kind not in is_model_type:
-            is_model_type[kind] = issubclass(kind, model_types)
-        if is_model_type[kind]:
-            yield candidate
+    return instances_of(*model_types)
 
 
 def reset_interrupted_step(model: torch.nn.Module) -> None:

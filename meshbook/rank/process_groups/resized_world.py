@@ -9,9 +9,8 @@ Depends on the internals of torch's DeviceMesh and DistributedSampler.
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
 from meshbook.rank.process_groups.group_table import GroupTable
+from meshbook.rank.process_groups.live_objects import instances_of
 from meshbook.rank.process_groups.torch_patches import c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -81,7 +81,7 @@ def _break_for_good(group: WatchedGroup, former_size: int, world_size: int) -> t
 
 def _retire_device_meshes(lasting: Collection[str]) -> None:
     """Have DeviceMeshes raise an error where their groups are asked for, unless all of these last (by name)."""
-    for mesh in _instances(DeviceMesh):
+    for mesh in instances_of(DeviceMesh):
         names: Sequence[str] | None = getattr(mesh, "_dim_group_names", None)
         if type(mesh) is DeviceMesh and names is not None and not set(names) <= set(lasting):
             mesh.__class__ = FormerDeviceMesh
@@ -92,21 +92,10 @@ def _deal_samplers_anew(rank: int, former_size: int, world_size: int) -> None:
     samplers: Any = sys.modules.get("torch.utils.data.distributed")
     if samplers is None:
         return
-    for sampler in _instances(samplers.DistributedSampler):
+    for sampler in instances_of(samplers.DistributedSampler):
         if (sampler.num_replicas, sampler.rank) == (former_size, rank):
             epoch = sampler.epoch
             samplers.DistributedSampler.__init__(
                 sampler, sampler.dataset, world_size, rank, sampler.shuffle, sampler.seed, sampler.drop_last
             )
             sampler.epoch = epoch
-
-
-def _instances(kind: type[T]) -> Iterator[T]:
-    """Yield all objects of a class and of those derived from it."""
-    is_kind: dict[type, bool] = {}  # tested once per class: a process has some hundred thousand objects
-    for candidate in gc.get_objects():
-        found = type(candidate)
-        if found not in is_kind:
-            is_kind[found] = issubclass(found, kind)
-        if is_kind[found]:
-            yield candidate
