@@ -2,15 +2,22 @@
 # installed from this folder and every direct dependency at the version in constraints.txt.
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
-#   make test    run every test this machine can run (make test PEERS=1 installs Monarch and Ray, whose tests then run)
+#   make test    run every test this machine can run (make test PEERS=1 installs Monarch and Ray, whose tests then run;
+#                WORKERS=0 runs one test after the other, for one who looks for the cause of a failure)
 #   make test-fast  the pure tests and those of one mesh, for every change: at most 4 minutes on two quiet cores
 #   make test-pure  those that need neither torch nor a mesh, on any Python: make test-pure PYTHON=python3.13
+#   make test-cluster  those on several machines, which are made of namespaces: as root, with sshd and iproute2; with
+#                     slurm-wlm and munge those in a Slurm cluster too, with Ray (PEERS=1) those on a Ray
+#   make test-gpu  those that need NVIDIA GPUs, one or several; what passed where is written to build/gpu.md
 #   make lab     open the quickstart in JupyterLab
 #   make bench   measure, and compare with what others do (make bench PEERS=1 installs the others too)
+#   make docs    build the docs site into build/site; a broken link or name is an error
 #   make check   ruff and mypy --strict
 
 PYTHON ?= python3
 VENV ?= .venv
+# Processes that `make test` runs tests in, a file of them in one; 0: one after the other, which takes half as long again.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 QUICKSTART := notebooks/quickstart.ipynb
 
@@ -21,7 +28,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernelspec/*)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure lab bench check clean
+.PHONY: help demo test test-fast test-pure test-cluster test-gpu lab bench docs check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,28 +48,35 @@ demo: $(VENV)/installed-demo
 	$(BIN)/python -m meshbook.cli.main run $(QUICKSTART)
 
 test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
 
 # Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
 PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py tests/test_selections.py \
-	$(addprefix tests/controller/test_,call_errors.py connection.py console.py pending_requests.py stop_presses.py) \
+	$(addprefix tests/controller/test_,call_errors.py connection.py console.py debugging.py pending_requests.py stop_presses.py) \
 	$(addprefix tests/controller/test_,subscription.py tables.py) \
 	$(addprefix tests/dashboard/test_,charts.py view.py) \
-	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py) \
+	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py log_files.py staged_commands.py) \
 	$(addprefix tests/rank/test_,blas.py call_state.py capture.py departures.py digests.py expressions.py) \
 	$(addprefix tests/rank/test_,healing_choice.py main.py namespace.py output_pacing.py preemption.py) \
 	$(addprefix tests/rank/test_,ring.py service.py) \
 	$(addprefix tests/supervisor/test_,call_table.py cell_sources.py clients.py desync.py driver.py group_state.py) \
-	$(addprefix tests/supervisor/test_,healing.py history.py kept_output.py logfile.py monitoring.py past_cells.py) \
+	$(addprefix tests/supervisor/test_,healing.py history.py kept_output.py logfile.py machines.py monitoring.py) \
+	$(addprefix tests/supervisor/test_,input_requests.py log_searches.py past_cells.py) \
 	$(addprefix tests/supervisor/test_,preemption.py rank_table.py resizing.py series.py snapshot_requests.py) \
-	$(addprefix tests/supervisor/test_,stalls.py state.py) \
-	$(addprefix tests/wire/test_,codec.py crash_log.py interrupt_points.py keys.py loop.py rate_limited_log.py)
+	$(addprefix tests/supervisor/test_,silent_hosts.py stalls.py state.py) \
+	$(addprefix tests/wire/test_,codec.py crash_log.py interrupt_points.py keys.py link.py loop.py rate_limited_log.py)
 # ... and what they need.
 PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis
 PURE_VENV = .venv-pure/$(notdir $(PYTHON))
 
 test-fast: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PURE) tests/controller/test_run.py $(PYTEST_ARGS)
+
+test-cluster: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
+	$(BIN)/python -m pytest -m cluster tests/cluster tests/engines $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m gpu tests $(PYTEST_ARGS)
 
 test-pure:
 	test -x $(PURE_VENV)/bin/python || $(PYTHON) -m venv $(PURE_VENV)
@@ -74,6 +88,10 @@ lab: $(VENV)/installed-lab
 
 bench: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The docs site is in build/site. To read it with its search: python3 -m http.server -d build/site -b 127.0.0.1"
 
 check: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check .

@@ -1,6 +1,7 @@
 """Runs benchmarks one after the other, each in a process of its own, and writes what they found to build/bench.json.
 
 python -m benchmarks [NAME ...] [--quick]
+python -m benchmarks --gpu
 python -m pyperf compare_to before.json build/bench.json --table
 """
 
@@ -21,8 +22,9 @@ from benchmarks.report import verdict
 # Cheapest first.
 SUITE = (
     "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "heal", "bulk", "groups", "checkpoints",
-    "probes", "elastic", "resilient", "actors", "tensors", "training", "feed", "scale",
+    "probes", "sentinel", "elastic", "recording", "resilient", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
+ON_GPUS = ("gpu",)
 
 # Seconds after which a benchmark that has not ended is told to. The longest, scale, takes two minutes on two cores.
 DEADLINE_S = 900.0
@@ -35,18 +37,19 @@ OUTPUT = workbench.ROOT / "build" / "bench.json"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUITE)}; all by default")
+    parser.add_argument("--gpu", action="store_true", help="those that run on GPUs, instead")
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that they work, not how fast")
     parser.add_argument("--json", type=Path, default=OUTPUT, help="where the figures go (%(default)s)")
     chosen = parser.parse_args()
-    unknown = [name for name in chosen.names if name not in SUITE]
+    unknown = [name for name in chosen.names if name not in SUITE + ON_GPUS]
     if unknown:
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(SUITE)}")
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(SUITE + ON_GPUS)}")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end what runs, on the way out
     found: list[pyperf.Benchmark] = []
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in chosen.names or SUITE:
+        for name in chosen.names or (ON_GPUS if chosen.gpu else SUITE):
             output = Path(folder) / f"{name}.json"
             if call([f"benchmarks.{name}", "--json", str(output), *(["--quick"] if chosen.quick else [])]):
                 found += pyperf.BenchmarkSuite.load(str(output))

@@ -73,6 +73,16 @@ def train_step(model: Any, optimizer: Any, x: Any, y: Any, places: Any) -> Any:
     return loss.detach()
 
 
+def remote_step(
+    to_ranks: Callable[[nn.Module], nn.Module], width: int, layers: int, length: int, given: tuple[Any, ...]
+) -> Callable[[], Any]:
+    """Return the step of a GPT whose module was brought to the ranks, on data that they have."""
+    torch.manual_seed(0)
+    model = to_ranks(GPT(width, layers, length))
+    optimizer = adamw(model)
+    return lambda: train_step(model, optimizer, *given)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 

@@ -2,7 +2,8 @@
 
 Four ranks train a DDP model of 98,880 parameters with AdamW. Timed are: from the kill until the controller knows of the
 loss, `mesh.heal()` itself, and the training step after it. Doing without is to stop the mesh, start another, build the
-model and take a step: what was trained is lost then.
+model and take a step: what was trained is lost then. The same with heavy imports in the setup cell, without and with a
+spare that has imported them (`mesh.spare(1)`).
 
 Then a training of many steps during which ranks are killed by a schedule: by a loop that catches `RankLost`, heals and
 takes the failed step again; and, where torchft is installed, by torchft, whose survivors go on without the lost one
@@ -41,7 +42,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 
-LIMIT_S = 2.0
+LIMIT_S, SPARE_LIMIT_S = 2.0, 1.0
 SEED = 2026
 # Trainings are few: with torchft, on two cores that others use too, a round of them takes three minutes.
 ROUNDS, TRAINING_ROUNDS = 5, 3
@@ -66,6 +67,9 @@ def train(step, last=False):
     optimizer.step()
     reporter.report("ended", step, digest=faulty_training.digest(model.module) if last else "")
 """
+
+# Seconds of imports, beside what every rank has.
+IMPORTS = "import torch._dynamo, torch._inductor.compile_fx\n"
 
 _STUCK_TIMEOUT_S = 30.0
 
@@ -97,6 +101,10 @@ def replace_one(report: Report, chosen: random.Random, folder: Path, rounds: int
     contestants = {
         "idle": functools.partial(heal_once, kill_idle, chosen, folder),
         "in a training step": functools.partial(heal_once, kill_in_step, chosen, folder),
+        "idle, heavy imports": functools.partial(heal_once, kill_idle, chosen, folder, imports=IMPORTS),
+        "idle, heavy imports, a spare": functools.partial(
+            heal_once, kill_idle, chosen, folder, imports=IMPORTS, num_spares=1
+        ),
         "without healing": functools.partial(start_again, chosen, folder),
     }
     taken = workbench.take_turns(contestants, rounds, warm_up=0 if rounds == 1 else 1)
@@ -108,12 +116,24 @@ def replace_one(report: Report, chosen: random.Random, folder: Path, rounds: int
         report.add(f"killed {when}: the next step has ended", [one.step for one in times], "s")
         both = [one.back + one.step for one in times]
         report.add(f"killed {when}: heal and step together", both, "s", against=rebuilt)
-        report.promise(f"mesh.heal() of {RANKS} ranks, killed {when}", seconds, LIMIT_S, "s")
+        limit = SPARE_LIMIT_S if "spare" in when else LIMIT_S
+        if "imports" not in when or "spare" in when:
+            report.promise(f"mesh.heal() of {RANKS} ranks, killed {when}", seconds, limit, "s")
 
 
-def heal_once(kill: Callable[[Mesh, int], float], chosen: random.Random, folder: Path) -> Replaced:
+def heal_once(
+    kill: Callable[[Mesh, int], float],
+    chosen: random.Random,
+    folder: Path,
+    *,
+    imports: str = "",
+    num_spares: int = 0,
+) -> Replaced:
     with Watch(folder, last_step=3) as watch, create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-        prepare(mesh, watch)
+        prepare(mesh, watch, imports)
+        if num_spares:
+            mesh.spare(num_spares)
+            wait_for_spares(mesh, num_spares)
         named = kill(mesh, chosen.randrange(RANKS))
         back, healed = timed(mesh.heal)
         check(healed)
@@ -252,11 +272,20 @@ def train_on_torchft(
         return None
 
 
-def prepare(mesh: Mesh, watch: Watch) -> None:
+def prepare(mesh: Mesh, watch: Watch, imports: str = "") -> None:
     """A model that has been trained for a few steps, so that the optimizer has state too."""
-    mesh.run(SETUP.format(path=watch.path), setup=True, echo=False)
+    mesh.run(imports + SETUP.format(path=watch.path), setup=True, echo=False)
     for step in range(3):
         take_step(mesh, step)
+
+
+def wait_for_spares(mesh: Mesh, num: int) -> None:
+    """Wait until spares have imported what `IMPORTS` does, which are several hundred modules."""
+    deadline = time.monotonic() + 10 * _STUCK_TIMEOUT_S
+    while sum(spare.state == "ready" and spare.num_modules > 300 for spare in mesh.spare()) < num:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"spares do not get ready:\n{mesh.spare()}")
+        time.sleep(0.1)
 
 
 def take_step(mesh: Mesh, step: int, last: bool = False) -> None:

@@ -1,6 +1,7 @@
 """What `mesh.resilient` costs without a fault: the same steps in a plain loop and in a resilient one, in turns.
 
-Two ranks, whose model is replicated, cut over the axis, or built there by FSDP2. A block of 50 steps of the resilient
+Two ranks, whose model is replicated, cut over the axis, or built there by FSDP2; the first two also with recorded steps
+(`@meshbook.record`). A block of 50 steps of the resilient
 loop has exactly one snapshot in it, and ends when the ranks have done all of it.
 
     python -m benchmarks.resilient [--quick]
@@ -44,15 +45,17 @@ def measure(quick: bool, folder: Path) -> Report:
     report = Report("resilient", f"{EVERY} steps on {RANKS} ranks, with a snapshot among them and without")
     for name, make in MODELS.items():
         with create_mesh({"dp": RANKS}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-            _measure_model(mesh, report, name, make(mesh), rounds=2 if quick else 8)
+            for recorded in (False, True) if name in ("replicated", "cut") else (False,):
+                _measure_model(mesh, report, name, make(mesh), rounds=2 if quick else 8, recorded=recorded)
     return report
 
 
-def _measure_model(mesh: Mesh, report: Report, name: str, model: nn.Module, *, rounds: int) -> None:
+def _measure_model(mesh: Mesh, report: Report, name: str, model: nn.Module, *, rounds: int, recorded: bool) -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     rows: Any = None if name == "cut" else "dp"
     x = meshbook.distribute(torch.randn(256, 256), mesh, sharding_spec=[rows, None])
 
+    @meshbook.record(enabled=recorded)
     def step() -> None:
         opt.zero_grad()
         model(x).square().mean().backward()
@@ -85,6 +88,7 @@ def _measure_model(mesh: Mesh, report: Report, name: str, model: nn.Module, *, r
             rounds,
             warm_up=1,
         )
+    name += ", recorded" if recorded else ""
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
     plain = f"{name} ({size:.1f} MiB of parameters), {EVERY} steps, plain"
     report.add(plain, taken["plain"], "ms")

@@ -51,10 +51,7 @@ def steps(
     given = gpt.remote_data(mesh, batch, length)
 
     def stepper(to_ranks: Callable[[torch.nn.Module], torch.nn.Module]) -> Callable[[], Any]:
-        torch.manual_seed(0)
-        model = to_ranks(gpt.GPT(width, layers, length))
-        optimizer = gpt.adamw(model)
-        return lambda: gpt.train_step(model, optimizer, *given)
+        return gpt.remote_step(to_ranks, width, layers, length, given)
 
     one_by_one = stepper(lambda model: meshbook.module_to_mesh(model, mesh))
     recorded = meshbook.record(one_by_one)

@@ -28,20 +28,23 @@ if TYPE_CHECKING:
     from meshbook.rank.elastic.sampler import ElasticSampler
     from meshbook.rank.preemption import preempted
     from meshbook.rank.scalars import log
+    from meshbook.rank.tensors.strategies import Plan
     from meshbook.tensors.api import distribute
     from meshbook.tensors.modules import module_to_mesh
     from meshbook.tensors.recording import record
     from meshbook.tensors.recovery import recover
 
 __all__ = [
-    "Buffer", "ElasticSampler", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic",
-    "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
+    "Buffer", "ElasticSampler", "Mesh", "Plan", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute",
+    "elastic", "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record",
+    "recover",
 ]  # fmt: skip
 
 _WHERE = {
     "Buffer": "meshbook.actors.buffer",
     "RDMABuffer": "meshbook.actors.buffer",
     "Mesh": "meshbook.controller.mesh",
+    "Plan": "meshbook.rank.tensors.strategies",
     "RankValues": "meshbook.controller.results",
     "attach": "meshbook.controller.starting",
     "create_mesh": "meshbook.controller.starting",

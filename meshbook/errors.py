@@ -162,11 +162,17 @@ class OperationFailed(CellError):
 
 
 class HealError(MeshbookError):
-    """The mesh could not be healed now; the message says why and what to do. Living ranks keep what they hold."""
+    """The mesh could not be healed now, or a call was sent before its process had heard of a heal, and was not run.
+
+    The message says why and what to do. Living ranks keep what they hold.
+    """
 
 
 class ResizeError(MeshbookError):
-    """The mesh could not be resized now; the message says why, how many ranks it has, and what to do."""
+    """The mesh could not be resized now, or a call was sent before its process had heard of a resize, and was not run.
+
+    The message says why, how many ranks there are, and what to do.
+    """
 
 
 class RankLost(MeshbookError):

@@ -12,15 +12,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.cluster.bed import Bed, why_no_bed, why_no_slurm
+from tests.cluster.ray_bed import RayOnBed
 from tests.gate import Gate
 from tests.leaks import GRACE_S, Run
+from tests.starvation import starve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,6 +47,19 @@ settings.load_profile("repeatable")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--starve", type=float, default=0.0, help="the part of the threads that get no processor")
+    parser.addoption("--starve-seed", type=int, default=0, help="which threads, and when")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
+    fraction = session.config.getoption("starve")
+    runs_all = fraction and not hasattr(session.config, "workerinput")  # of pytest-xdist
+    with starve(fraction, session.config.getoption("starve_seed")) if runs_all else nullcontext():
+        return (yield)
+
+
 def reason_to_skip(marker: str) -> str | None:
     """Why tests with this marker cannot run here; None: they can."""
     match marker:
@@ -49,6 +67,8 @@ def reason_to_skip(marker: str) -> str | None:
             return "no NVIDIA GPU on this machine"
         case "browser" if importlib.util.find_spec("playwright") is None:
             return "playwright is not installed: pip install -e '.[dev]'"
+        case "cluster":
+            return why_no_bed()
         case "browser" if not any(map(shutil.which, CHROMIUM)):
             return "no Chromium on PATH: apt-get install chromium"
         case "monarch" if importlib.util.find_spec("monarch") is None:
@@ -58,15 +78,79 @@ def reason_to_skip(marker: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# What takes minutes and is one file, or few: begun at the end of a run, one worker would be at it alone. With several
+# workers these come first, and then the files with most tests.
+FIRST = ("campaign", "browser", "cluster", "zoo", "test_marimo.py")
+# Folders that one worker runs: JupyterLab, and machines with a Slurm and a Ray, are started once.
+ONE_WORKER = ("browser", "cluster")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker a file of tests at a time, in the order of collection."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.split("/")[1]
+            return folder if folder in ONE_WORKER else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        num_tests = Counter(item.path for item in items)
+
+        def place(item: pytest.Item) -> tuple[int, int, str]:
+            folder = item.path.relative_to(ROOT / "tests").parts[0]
+            return FIRST.index(folder) if folder in FIRST else len(FIRST), -num_tests[item.path], str(item.path)
+
+        items.sort(key=place)
     for item in items:
-        for marker in ("gpu", "browser", "monarch", "ray"):
+        for marker in ("gpu", "browser", "cluster", "monarch", "ray"):
             if item.get_closest_marker(marker) and (reason := reason_to_skip(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
-FOLDERS_WITH_MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
+FOLDERS_WITH_MESHES = (
+    "actors",
+    "browser",
+    "cli",
+    "cluster",
+    "controller",
+    "engines",
+    "gateway",
+    "gpu",
+    "kernel",
+    "random_faults",
+    "tensors",
+    "test_testing.py",
+    "zoo",
+)
+
+
+# Folders whose tests share meshes or kernels, and so a runtime folder; every other file of tests has one of its own.
+FOLDERS_WITH_SHARED_MESHES = ("actors", "browser", "controller", "kernel", "tensors")
+
+RUN: pytest.StashKey[Run] = pytest.StashKey()
+
+# Has a `sitecustomize` for the fork server of a run.
+FORK_SERVER = ROOT / "tests" / "fork_server"
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test see no mesh that tests elsewhere have left, or have not ended yet."""
+    stash = item.session.stash
+    if RUN not in stash:
+        stash[RUN] = Run()
+        isolate(stash[RUN])
+    folder, *rest = item.path.relative_to(ROOT / "tests").parts
+    part = folder if folder in FOLDERS_WITH_SHARED_MESHES else "/".join((folder, *rest))
+    os.environ["MESHBOOK_RUNTIME_DIR"] = str(stash[RUN].runtime_dir_of(f"tests/{part}"))
 
 
 @contextmanager
@@ -77,11 +161,18 @@ def fork_server(folder: Path) -> Iterator[None]:
 
     listen = folder / "fork.sock"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(listen)]
+    pipe, pipe_write = os.pipe()  # it ends when this process does
+    with ours, open(pipe_write, "wb"):
+        with theirs, open(pipe, "rb"):
+            command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(pipe)]
+            environment = rank_environment()
+            if not Path("/dev/nvidiactl").exists():  # whether its import touches the driver has not been tried there
+                environment["PYTHONPATH"] = os.pathsep.join([str(FORK_SERVER), environment["PYTHONPATH"]])
             server = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=rank_environment(), start_new_session=True
+                [*command, str(listen)],
+                pass_fds=[theirs.fileno(), pipe],
+                env=environment,
+                start_new_session=True,
             )
         os.environ[FORK_SERVER_VARIABLE] = str(listen)
         yield
@@ -113,8 +204,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
     they began. What is left then is an error of the run, shown at the last test, whichever test began it.
     """
-    run = Run()
-    isolate(run)
+    run = request.session.stash[RUN]
     folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
     with_meshes = not folders.isdisjoint(FOLDERS_WITH_MESHES) and importlib.util.find_spec("torch") is not None
     with fork_server(run.home) if with_meshes else nullcontext():
@@ -131,6 +221,40 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.open()
+
+
+@pytest.fixture(scope="session")
+def bed() -> Iterator[Bed]:
+    """Machines n1 and n2, which the ssh on PATH reaches. What meshes have left on them at the end fails the run."""
+    bed = Bed(2)
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{bed.ssh}{os.pathsep}{path}"
+    try:
+        yield bed
+        left = bed.wait_until_clean(GRACE_S)
+    finally:
+        os.environ["PATH"] = path
+        bed.close()
+    if left:
+        pytest.fail("meshes have left on other machines:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def slurm(bed: Bed) -> Iterator[Bed]:
+    """The machines with a Slurm, whose commands are on PATH. What starts a mesh there is done in `bed.here()`."""
+    if (reason := why_no_slurm()) is not None:
+        pytest.skip(reason)
+    bed.start_slurm()
+    yield bed
+    bed.stop_slurm()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(bed: Bed) -> Iterator[RayOnBed]:
+    """A Ray on the machines. What starts a mesh there is done in `ray_cluster.here()`."""
+    cluster = RayOnBed(bed)
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(scope="session")

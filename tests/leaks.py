@@ -20,9 +20,9 @@ from pathlib import Path
 MARKER = "MESHBOOK_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 
-# Seconds that what was told to end may take to end. A supervisor gives its ranks 1 s; a loaded machine doubles that
-# more than once.
-GRACE_S = 10.0
+# Seconds that what was told to end may take to end. A supervisor without ranks outlives a killed kernel by 10 s, others
+# give their ranks 1 s; a loaded machine doubles that.
+GRACE_S = 30.0
 
 
 class Run:
@@ -31,6 +31,7 @@ class Run:
     Attributes:
         runtime_dir: where meshes keep their sockets and connection files; mode 0700, and to be empty at the end. Its
             path is short, because a unix socket's path has 107 bytes at most and tests open some a few folders down.
+        parts: further such folders inside it, each for what a part of the run names.
         home: where programs may keep what they like: settings, histories.
     """
 
@@ -41,6 +42,7 @@ class Run:
         self.home = self._root / "home"
         for folder in (self.runtime_dir, self.home):
             folder.mkdir(mode=0o700)
+        self.parts: dict[str, Path] = {}
         self._shared_before = _shared_memory()
 
     @property
@@ -48,22 +50,35 @@ class Run:
         """What every process of this run must inherit."""
         return {MARKER: self.id, "MESHBOOK_RUNTIME_DIR": str(self.runtime_dir)}
 
+    def runtime_dir_of(self, part: str) -> Path:
+        """A runtime folder for a part of the run, such as a file of tests: it does not see what others have left."""
+        if part not in self.parts:
+            self.parts[part] = self.runtime_dir / str(len(self.parts))
+            self.parts[part].mkdir(mode=0o700)
+        return self.parts[part]
+
     def processes(self) -> dict[int, str]:
         """Live processes of this run, by pid, each with its command line; not the asking process and its parents."""
-        apart = set(_ancestry(os.getpid()))
+        apart = set(ancestry(os.getpid()))
         return {pid: _command(pid) for pid in _pids() if pid not in apart and self._owns(pid)}
 
     def leftovers(self) -> list[str]:
         """One sentence for each thing that is there and should not be; empty for a clean house."""
         return [
             *(f"process {pid} still runs: {command}" for pid, command in self.processes().items()),
-            *(f"{path} is still in the runtime folder" for path in self._left_there()),
+            *(f"{path} is still in the runtime folder{self._whose(path)}" for path in self._left_there()),
             *(f"{path} is new" for path in sorted(self._new_shared_memory())),
         ]
 
     def _left_there(self) -> list[Path]:
-        """In the runtime folder; Meshbook's own part of it, `meshbook`, stays when its meshes go."""
-        return sorted(set(self.runtime_dir.rglob("*")) - {self.runtime_dir / "meshbook"})
+        """In the runtime folder; Meshbook's own part of it, `meshbook`, stays when its meshes go, and so does a key."""
+        own = {*self.parts.values()}
+        for folder in (self.runtime_dir, *self.parts.values()):
+            own |= {folder / "meshbook", folder / "meshbook" / ".bundle-key"}
+        return sorted(set(self.runtime_dir.rglob("*")) - own)
+
+    def _whose(self, path: Path) -> str:
+        return "".join(f" of {part}" for part, folder in self.parts.items() if path.is_relative_to(folder))
 
     def wait_until_clean(self, grace_s: float = GRACE_S) -> list[str]:
         """`leftovers` once there are none, or those that are there after `grace_s` seconds. Blocks until then."""
@@ -112,7 +127,8 @@ class Run:
         On a machine that is not ours alone, other programs make files there too; those of a live program are its own.
         """
         new = _shared_memory() - self._shared_before
-        return new - _in_use(new, apart_from={os.getpid(), *self.processes()}) if new else new
+        left = new - _in_use(new, apart_from={os.getpid(), *self.processes()}) if new else new
+        return {path for path in left if path.exists()}  # what another program had for a moment is gone by now
 
 
 def _shared_memory() -> set[Path]:
@@ -148,7 +164,7 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
-def _ancestry(pid: int) -> Iterator[int]:
+def ancestry(pid: int) -> Iterator[int]:
     """`pid`, its parent, and so on, without process 1."""
     while pid > 1:
         yield pid

@@ -150,4 +150,4 @@ def test_a_test_run_that_leaves_something_behind_fails_and_says_what() -> None:
     pid = re.search(r"process (\d+) still runs: .*time\.sleep\(100\)", done.stdout)
     assert pid, done.stdout
     assert not Path(f"/proc/{pid[1]}/cmdline").exists() or not Path(f"/proc/{pid[1]}/cmdline").read_bytes()
-    assert re.search(r"/tmp/mb\w+/run/left is still in the runtime folder", done.stdout)
+    assert re.search(r"/tmp/mb\w+/run/0/left is still in the runtime folder of tests/leaky_example\.py", done.stdout)

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.frontend import has_exited, wait_until
+from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
+from tests.ports import unused_port
 
 pytest.importorskip("marimo")
 websockets = pytest.importorskip("websockets.sync.connection")
@@ -83,6 +83,14 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def end_meshes() -> None:
+    """End the meshes of this file that nobody uses any more; one may be about to end by itself."""
+    for mesh in list_meshes():
+        with suppress(ProcessLookupError):
+            os.kill(mesh.pid, signal.SIGTERM)
+    wait_until(lambda: not list_meshes(), 60, "the end of the meshes")
+
+
 MAKE = "import meshbook\nmesh = meshbook.create_mesh(2)\nmesh"
 
 
@@ -137,7 +145,7 @@ def test_a_mesh_that_lost_a_rank_is_not_found_again(tmp_path: Path) -> None:
     _, second = None, None
     try:
         first["mesh"].kill([1])
-        wait_until(lambda: bool(first["mesh"].session.lost), 10, "the end of rank 1")
+        wait_until(lambda: bool(first["mesh"].session.lost), 60, "the end of rank 1")
         _, second = app.run()
         assert second["mesh"].name != first["mesh"].name
         assert second["mesh"].run("rank").values[1] == 1
@@ -240,9 +248,7 @@ def test_an_error_on_the_ranks_is_the_cells_and_says_where_a_missing_name_lives(
     with pytest.raises(CellError, match="NameError: name 'lr' is not defined") as raised:
         module.app.run()
     assert "`lr` lives in the notebook, not on the ranks; mesh.push(lr=lr) copies it" in raised.value.__notes__
-    for mesh in list_meshes():
-        os.kill(mesh.pid, signal.SIGTERM)
-    wait_until(lambda: not list_meshes(), 20, "the end of the mesh")
+    end_meshes()
 
 
 def test_a_marked_cell_in_which_ranks_wait_for_one_that_failed_ends_with_its_error(tmp_path: Path) -> None:
@@ -251,9 +257,7 @@ def test_a_marked_cell_in_which_ranks_wait_for_one_that_failed_ends_with_its_err
     failing = "# mesh\nmesh\nif rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(1))"
     with pytest.raises(CellError, match=r"^rank 1: ValueError: no; rank 0 waited in all_reduce .* was released"):
         load(notebook(tmp_path, MAKE, failing)).app.run()
-    for mesh in list_meshes():
-        os.kill(mesh.pid, signal.SIGTERM)
-    wait_until(lambda: not list_meshes(), 20, "the end of the mesh")
+    end_meshes()
 
 
 # ---- in a server
@@ -267,9 +271,7 @@ class Server:
     """
 
     def __init__(self, mode: str, path: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = unused_port()
         options = ["--headless", "--no-token", "-p", str(port)]
         options += ["--no-skew-protection", "--skip-update-check"] if mode == "edit" else []
         self.url = f"http://127.0.0.1:{port}"
@@ -289,7 +291,7 @@ class Server:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)
         self._log.close()
 
 
@@ -372,6 +374,15 @@ class Page:
         self.post("run", cellIds=[id], codes=[code])
         self.until(lambda: said in self.cells.get(id, {"console": ""})["console"], said)
 
+    def reply(self, text: str, prompt: str | None = None) -> None:
+        """Type at the prompt below a cell, and wait for another prompt; None: for the end of the cell."""
+        if prompt is None:
+            self._and_wait("stdin", text=text)
+            return
+        before = sum(cell["console"].count(prompt) for cell in self.cells.values())
+        self.post("stdin", text=text)
+        self.until(lambda: sum(cell["console"].count(prompt) for cell in self.cells.values()) > before, prompt)
+
     def interrupt(self) -> None:
         """The Stop button."""
         self._and_wait("interrupt")
@@ -403,9 +414,7 @@ def served(mode: str, path: Path) -> Iterator[Server]:
         yield server
     finally:
         server.close()
-        for mesh in list_meshes():
-            os.kill(mesh.pid, signal.SIGTERM)
-        wait_until(lambda: not list_meshes(), 20, "the end of the meshes")
+        end_meshes()
 
 
 def mesh_names() -> list[str]:
@@ -434,7 +443,7 @@ def test_an_edited_notebook_keeps_its_mesh_and_shows_what_the_ranks_do(tmp_path:
         page.run_all()
         make, values, _, body, handle, rich, error = (page.cells[id] for id in page.ids)
         assert re.fullmatch(r"&lt;Mesh &#x27;book-\w+&#x27; rank=2&gt;", text_of(make))
-        assert values["console"] == "from 0…1\n"
+        assert shows(strip_ansi(values["console"]), "from 0…1\n", "[0] from 0\n", "[1] from 1\n")
         # As typed text, not with the colour codes that a terminal would read.
         for cell, shown in ((values, "[0] 0\n[1] 10"), (body, "[0] 1\n[1] 2"), (handle, "[0] 1\n[1] 2")):
             assert cell["output"]["mimetype"] == "text/html"
@@ -461,6 +470,21 @@ def test_an_edited_notebook_keeps_its_mesh_and_shows_what_the_ranks_do(tmp_path:
 
 
 @pytest.mark.timeout(300)
+def test_a_breakpoint_takes_its_commands_from_the_page(tmp_path: Path) -> None:
+    path = notebook(tmp_path, MAKE)
+    with served("edit", path) as server, page_of(server, path) as page:
+        page.run_all()
+        page.begin(
+            "stops", "# mesh\nx = rank + 40\ndist.barrier()\nbreakpoint()\nx + 1", "(ranks 0-1 · h lists the commands)"
+        )
+        page.reply("p x", "(ranks 0-1) ")
+        page.reply("c")
+        cell = page.cells["stops"]
+        assert "{40, 41}" in cell["console"]
+        assert text_of(cell) == "[0] 41\n[1] 42"
+
+
+@pytest.mark.timeout(300)
 def test_stopping_works_for_every_kind_of_cell(tmp_path: Path) -> None:
     path = notebook(tmp_path, MAKE)
     sleep = "import time\nprint('be' + 'gun')\nwhile True: time.sleep(0.1)"
@@ -470,6 +494,7 @@ def test_stopping_works_for_every_kind_of_cell(tmp_path: Path) -> None:
             ("call", f"mesh.run({sleep!r})"),
             ("function", "@mesh.remote\ndef f():\n    import time\n    print('begun')\n    time.sleep(1000)\nf()"),
             ("marked", "# mesh\nmesh\nimport time as clock\nprint('be' + 'gun')\nwhile True: clock.sleep(0.1)"),
+            ("healing", "print('be' + 'gun')\nwhile True: mesh.heal()"),
             ("awaiting", "# mesh\nmesh\nimport asyncio as aio\nprint('be' + 'gun')\nawait aio.sleep(1000)"),
         ):
             page.begin(id, code, "begun")

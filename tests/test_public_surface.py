@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
 PUBLIC = {
-    "Buffer", "ElasticSampler", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "elastic",
-    "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record", "recover",
+    "Buffer", "ElasticSampler", "Mesh", "Plan", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute",
+    "elastic", "errors", "exceptions", "heal_mesh", "list_meshes", "log", "module_to_mesh", "preempted", "record",
+    "recover",
 }  # fmt: skip
 
 ERRORS = {
@@ -60,6 +61,7 @@ MESH = {
     "axes",
     "flatten",
     "heal",
+    "spare",
     "name",
     "ranks",
     "rename",
@@ -203,3 +205,7 @@ def test_the_kernelspec_starts_the_kernel_and_can_be_interrupted_by_message() ->
         header = (ROOT / "kernelspec" / f"logo-{size}x{size}.png").read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert header[16:24] == size.to_bytes(4, "big") * 2
+
+
+def test_type_checkers_read_the_annotations() -> None:
+    assert (Path(meshbook.__file__).parent / "py.typed").is_file()

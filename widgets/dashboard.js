@@ -5,7 +5,7 @@
 
 import { Actors } from "./actors.js";
 import { Charts } from "./charts.js";
-import { button, h, isDark } from "./dom.js";
+import { button, copyText, h, isDark } from "./dom.js";
 import { showFindings } from "./findings.js";
 import { Logs } from "./logs.js";
 import { Picture, chooseRanks } from "./picture.js";
@@ -53,7 +53,8 @@ class Dashboard {
     this.chosen = h("span", { class: "mbd-chosen", role: "status" });
     this.actions = h("div", { class: "mbd-toolbar mbd-actions" },
       h("label", {}, h("span", { class: "mbd-muted" }, "select "), this.choice), this.chosen, h("span", { class: "mbd-space" }),
-      button("Why?", () => this.act("why")), button("Stacks", () => this.act("stacks")), button("Interrupt", () => this.act("interrupt")),
+      button("Why?", () => this.act("why")), button("Stacks", () => this.act("stacks")),
+      this.debug = button("Debug", () => this.act("debug")), this.replay = button("Replay", () => this.showReplay()), button("Interrupt", () => this.act("interrupt")),
       button("Kill…", () => this.act("kill"), { class: "mbd-button mbd-danger" }));
     this.confirm = h("div", { class: "mbd-confirm", role: "alertdialog", "aria-label": "confirm", hidden: true });
     this.told = h("p", { class: "mbd-told", role: "status", hidden: true });
@@ -80,7 +81,7 @@ class Dashboard {
       this.tabs.append(h("button", { type: "button", role: "tab", class: "mbd-tab", dataset: { tab: name }, onclick: () => this.open(name) },
         name[0].toUpperCase() + name.slice(1)));
     }
-    this.tabOf("actors").hidden = true;
+    this.tabOf("actors").hidden = this.debug.hidden = this.replay.hidden = true;
     place.append(this.element);
     this.element.dataset.theme = isDark(place) ? "dark" : "light";
     this.open("stacks", false);
@@ -139,6 +140,8 @@ class Dashboard {
         this.tiles.arrange();
         this.selected(this.tiles.selected);
         this.tabOf("actors").hidden = !message.actors;
+        this.replay.hidden = !message.replay;
+        this.replayCommand = message.replay;
         break;
       }
       case "update":
@@ -188,6 +191,7 @@ class Dashboard {
     const states = this.picture.byState();
     const words = states.map(([state, ranks]) => `${ranks.length} ${state}`);
     const text = words.join(", ");
+    this.debug.hidden = !states.some(([state]) => state === "busy" || state === "waiting");
     if (text === this.counted) return;
     this.counted = text;
     this.states.replaceChildren(...states.map(([state, ranks]) =>
@@ -260,9 +264,15 @@ class Dashboard {
       this.open("stacks", false);
       this.tell(`taking stacks of ${nameRanks(some)} …`);
     }
+    if (kind === "debug") this.tell(`stopping ${nameRanks(some)} in the debugger …`);
     if (kind === "interrupt") this.tell(`interrupting ${nameRanks(some)}`);
     if (kind === "why") this.tell("looking …");
     this.say({ kind, ranks: some });
+  }
+
+  showReplay() {
+    copyText(this.replayCommand);
+    this.tell(`copied; in a terminal it runs the last failure again, in one process: ${this.replayCommand}`);
   }
 
   ask(question, yes, then) {

@@ -3,6 +3,9 @@
 import { button, copyText, h } from "./dom.js";
 import { nameRanks } from "./words.js";
 
+// Of ranks that are no more.
+const ENDED = ["killed", "out-of-memory", "host-silent"];
+
 /**
  * @param {import("./picture.js").Picture} picture
  * @param {{select: (ranks: string) => void, act: (kind: string, ranks: string) => void, why: () => void}} can
@@ -19,6 +22,7 @@ export function showFindings(picture, can, empty) {
       h("div", { class: "mbd-toolbar" },
         finding.ranks && button(`Select ${nameRanks(finding.ranks)}`, () => can.select(finding.ranks)),
         finding.ranks && button("Stacks", () => can.act("stacks", finding.involved || finding.ranks)),
+        finding.ranks && !ENDED.includes(finding.kind) && button("Debug", () => can.act("debug", finding.involved || finding.ranks)),
         button("Interrupt", () => can.act("interrupt", finding.involved || finding.ranks)),
         finding.ranks && button("Kill…", () => can.act("kill", finding.ranks), { class: "mbd-button mbd-danger" }),
         button("Copy as text", () => copyText(finding.copy)),

@@ -149,7 +149,7 @@ class Buffer:
                 exited, or it is on another machine.
         """
         memory = LocalMemory.of(dst, self._layout, writable=True, offset=offset, verb="read")
-        return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=True))
+        return self._start(memory, reading=True)
 
     def write_from(self, src: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
         """Copy `src` into the buffer, from its start or from byte `offset` on.
@@ -157,7 +157,7 @@ class Buffer:
         The counterpart of `read_into`; `src` may be shorter than the buffer.
         """
         memory = LocalMemory.of(src, self._layout, writable=False, offset=offset, verb="write")
-        return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=False))
+        return self._start(memory, reading=False)
 
     def drop(self) -> Future[None]:
         """Invalidate the buffer for all processes and release the shared region.
@@ -174,9 +174,13 @@ class Buffer:
             cuda.drop_cuda(self._region)
         return Future.of(None)
 
-    def _copy(self, memory: LocalMemory, *, reading: bool) -> None:
+    def _start(self, memory: LocalMemory, *, reading: bool) -> Future[None]:
+        after = cuda.enqueued_for(memory)  # by this thread, which may not be the one that copies
+        return _start_copy(memory.nbytes, lambda: self._copy(memory, after, reading=reading))
+
+    def _copy(self, memory: LocalMemory, after: Any, *, reading: bool) -> None:
         if not isinstance(self._region, Region):
-            cuda.copy_cuda(self._region, memory, reading=reading)
+            cuda.copy_cuda(self._region, memory, after, reading=reading)
             return
         with reader.map_region(self._region) as address:
             address += memory.offset
@@ -184,9 +188,15 @@ class Buffer:
                 ends = (memory.address, address) if reading else (address, memory.address)
                 ctypes.memmove(*ends, memory.nbytes)  # releases the GIL
                 return
-            memory.copy(bytes_at(address, memory.nbytes), reading=reading)
+            shared = bytes_at(address, memory.nbytes)
+            if after is None:
+                memory.copy(shared, reading=reading)
+            else:
+                cuda.copy_to_device(memory, shared, after, reading=reading)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(self._region, Region):
+            cuda.about_to_send(self._region)
         return _rebuild_buffer, (self._region, self._layout)
 
     def __repr__(self) -> str:

@@ -5,12 +5,14 @@ The processes are started by this program, are ranks of a mesh, or are known by 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors import unhandled_faults
@@ -24,7 +26,7 @@ from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.controller.background_output import background_output_of
 from meshbook.diagnose import findings as diagnose
-from meshbook.errors import MeshTimeout, UsageError
+from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.wire import messages
@@ -42,7 +44,8 @@ known_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # meshes with acto
 def prepare_client() -> None:
     """Have this process report failures that no actor has handled, and deadlocks of actors."""
     registry = local_registry()
-    if not registry.on_rank and not registry.transport.exit_reasons.delay_s:
+    if not registry.on_rank and registry.transport.exit_reasons.ask is None:
+        registry.transport.exit_reasons.ask = ask_exit
         unhandled_faults.install(registry)
         if after_s := read_stall_timeout(os.environ):
             DeadlockWatch(registry.transport, report_deadlock, after_s=after_s)
@@ -136,6 +139,7 @@ class RankProcBackend(ProcBackend):
         self.ready = Future("the processes")
         self.references = MeshReferences(session)
         session.lost_listeners.append(record_exits)
+        session.healed_hooks.append(unhandled_faults.ranks_replaced)
         session.connection.listeners.mesh_stopped.append(functools.partial(record_mesh_end, weakref.ref(session)))
         known_sessions.add(session)
         prepare_client()
@@ -236,6 +240,28 @@ def record_mesh_end(session: weakref.ref[Session], reason: str) -> None:
     if (ended := session()) is not None:
         pids = [rank.pid for rank in ended.info.ranks if rank.pid is not None and rank.exit is None]
         local_transport().exit_reasons.record_mesh_end(pids, reason)
+
+
+def ask_exit(pid: int, then: Callable[[], None]) -> None:
+    """Have the mesh of a process look whether it has ended; call `then` when its exit has been recorded, or it runs."""
+    for session in list(known_sessions):
+        ranks = tuple(rank.rank for rank in session.info.ranks if rank.pid == pid)
+        if ranks:
+            break
+    else:  # it was replaced, which was recorded
+        then()
+        return
+    connection = session.connection
+
+    def answered(future: concurrent.futures.Future[Any]) -> None:
+        # If its mesh has ended, that is about to be recorded, unless nobody listens any more.
+        if connection.closed or not isinstance(future.exception(), NotAttached):
+            then()
+
+    try:
+        connection.request(messages.CheckExits(connection.next_call_id(), ranks)).add_done_callback(answered)
+    except MeshbookError:
+        then()
 
 
 def record_exits(exited: tuple[messages.RankExited, ...]) -> None:

@@ -120,9 +120,14 @@ class ProcMesh(MeshTrait):
 
     @classmethod
     def from_mesh(cls, mesh: Mesh) -> ProcMesh:
-        """Return the ranks of a Meshbook mesh, or of a slice of one."""
-        grid = mesh.session.axes
+        """Return the ranks of a Meshbook mesh, or of a slice of one. Raises UsageError: they are on other machines."""
+        grid, spec = mesh.session.axes, mesh.session.info.spec
         assert grid is not None
+        if spec is not None and spec.on:
+            raise UsageError(
+                "actors speak over sockets of one machine, and the ranks of this mesh are on others "
+                f"({spec.on.partition('?')[0]}); start a mesh on this machine for them: %mesh start --name actors -n 4"
+            )
         backend = mesh.session.extras.get("actors")
         if backend is None:
             backend = mesh.session.extras["actors"] = RankProcBackend(mesh.session, grid)

@@ -80,9 +80,10 @@ class SpawnedProcBackend(ProcBackend):
             local_registry().started_here.pop(self.name, None)
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
+            generation = _standby.generation  # before `stop` can go on, which waits for `ready`
             self.ready.resolve(lambda: True)
             if not local_registry().on_rank:
-                _standby.refill(torch=self._with_torch)
+                _standby.refill(generation, torch=self._with_torch)
 
     def procs_ref(self) -> ProcMeshRef:
         # An async endpoint that spawns on processes that it has just started waits here too: they are up in a moment,
@@ -177,12 +178,15 @@ class StandbyMesh:
     """One mesh without ranks, with a warm fork server, for the next `spawn_procs` of its kind (with or without torch).
 
     It exists only while this program has spawned processes.
+
+    Attributes:
+        generation: how often it was cleared.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stored: tuple[bool, Session] | None = None
-        self._generation = 0  # incremented by `clear`, so that a mesh that comes up afterwards is recognized as stale
+        self.generation = 0
 
     def pop(self, *, torch: bool) -> Session | None:
         with self._lock:
@@ -192,23 +196,27 @@ class StandbyMesh:
             self._stored = None
         return session if session.ended is None and not session.connection.closed else None
 
-    def refill(self, *, torch: bool) -> None:
-        """Start a standby mesh, unless there is one. Blocks: call it on a background thread."""
-        generation, warm_mesh = self._generation, _find_warm_mesh(torch=torch)
-        if self._stored is not None or warm_mesh is None:
+    def refill(self, generation: int, *, torch: bool) -> None:
+        """Start a standby mesh, unless there is one. Blocks: call it on a background thread.
+
+        Args:
+            generation: at a time when there were spawned processes; if it is another now, they were stopped since.
+        """
+        warm_mesh = _find_warm_mesh(torch=torch)
+        if generation != self.generation or self._stored is not None or warm_mesh is None:
             return
         session = prewarm_session(
             f"spare-{secrets.token_hex(3)}", torch=torch, orphan_ttl_s=_orphan_ttl_s(), fork_from=warm_mesh
         )
         with self._lock:
-            if generation == self._generation and self._stored is None:
+            if generation == self.generation and self._stored is None:
                 self._stored = torch, session
                 return
         session.stop()  # no longer needed
 
     def clear(self) -> None:
         with self._lock:
-            self._generation += 1
+            self.generation += 1
             stored, self._stored = self._stored, None
         if stored is not None:
             stored[1].stop()

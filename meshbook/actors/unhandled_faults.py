@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import threading
-import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,8 +22,8 @@ from meshbook.ids import name_ranks
 
 # Seconds for a failure to reach a caller as the result of a call, before it stops the cell.
 _GRACE_S = 0.3
-# Seconds that the report of how a process exited may take.
-_EXIT_REASON_S = 1.0
+# Seconds before a failure within which a caller must have received one of the same mesh, so that it is the same one.
+_SAME_FAILURE_S = 1.6
 
 # Failures that have not stopped the cell yet, by (mesh name, traceback): ranks with the same failure share an entry.
 _pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}
@@ -31,9 +31,7 @@ _pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}
 
 def install(registry: ActorRegistry) -> None:
     """Register this module as the handler of unhandled failures."""
-    if not registry.transport.exit_reasons.delay_s:
-        registry.on_unhandled_failure = _unhandled
-        registry.transport.exit_reasons.delay_s = _EXIT_REASON_S
+    registry.on_unhandled_failure = _unhandled
 
 
 def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
@@ -49,7 +47,6 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
     if hook is not unhandled_fault_hook:
         threading.Thread(target=_run_hook, args=(hook, failure), name="unhandled_fault_hook", daemon=True).start()
         return
-    received_at = time.monotonic()
     group = failure.mesh_name, failure.traceback
     failures = _pending_failures.setdefault(group, [])
     failures.append(failure)
@@ -57,11 +54,20 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
         return  # of another rank; the first failure reports all of them
 
     def stop() -> None:
-        ranks = [rank for other in _pending_failures.pop(group) for rank in other.ranks]
-        if replies.reported_failures.get(failure.mesh_name, 0.0) < received_at - 2 * _GRACE_S - _EXIT_REASON_S:
-            _stop_cell(failure, f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else "")
+        if group not in _pending_failures:
+            return  # reported after a heal
+        text = _describe(failure, _pending_failures.pop(group))
+        if replies.reported_failures.get(failure.mesh_name, 0.0) < failure.occurred_at - _SAME_FAILURE_S:
+            _stop_cell(failure, text)
 
     local_transport().reactor.call_later(_GRACE_S, stop)
+
+
+def ranks_replaced() -> None:
+    """Handle the end of a heal: failures that came before it are reported, and do not stop what follows it."""
+    while _pending_failures:
+        _, failures = _pending_failures.popitem()
+        print(_describe(failures[0], failures), file=sys.stderr)
 
 
 def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
@@ -70,14 +76,19 @@ def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
     try:
         hook(failure)
     except BaseException:
-        _stop_cell(failure)
+        _stop_cell(failure, _describe(failure, [failure]))
 
 
-def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
+def _describe(failure: faults.MeshFailure, alike: Sequence[faults.MeshFailure]) -> str:
+    ranks = [rank for other in alike for rank in other.ranks]
+    more = f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else ""
+    return f"{failure}{more}; no __supervise__ has handled it"
+
+
+def _stop_cell(failure: faults.MeshFailure, text: str) -> None:
     if not threading.main_thread().is_alive():
         return  # the program is exiting, and its processes with it
     main = threading.main_thread().ident or 0
-    text = f"{failure}{more}; no __supervise__ has handled it"
     error = faults.SupervisionError(text, mesh_name=failure.mesh_name, traceback=failure.traceback)
     if futures.raise_in_waiter(main, error):
         return
@@ -88,7 +99,9 @@ def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
 
 
 def _is_running_code(frame: FrameType | None) -> bool:
-    """Whether the main thread runs a cell or a script, as opposed to an idle kernel."""
+    """Whether the main thread runs a cell or a script that is to stop, as opposed to an idle kernel, or to a heal."""
+    if _is_healing(frame):
+        return False
     if "IPython" not in sys.modules or getattr(sys.modules["IPython"], "get_ipython", lambda: None)() is None:
         return True
     while frame is not None:
@@ -96,3 +109,9 @@ def _is_running_code(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_healing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") != "meshbook.controller.healing":
+        frame = frame.f_back
+    return frame is not None

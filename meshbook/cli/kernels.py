@@ -11,11 +11,13 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 
+from meshbook.controller import script
 from meshbook.errors import UsageError
 
 KERNEL_NAME = "meshbook"
@@ -48,14 +50,17 @@ def ipc_connection_options(folder: str, name: str) -> dict[str, Any]:
     }
 
 
-def kernel_environment(ranks: int | None = None) -> dict[str, str]:
+def kernel_environment(ranks: int | None = None, argv: Sequence[str] = ()) -> dict[str, str]:
     """Return the kernel's environment: this process's, without the owning notebook of a notebook server's terminal.
 
     Args:
         ranks: number of ranks of its mesh unless a cell sets it; None: the default.
+        argv: `sys.argv` of the script whose cells it runs.
     """
     variables = {name: value for name, value in os.environ.items() if name != "JPY_SESSION_NAME"}
-    return variables if ranks is None else {**variables, "MESHBOOK_RANKS": str(ranks)}
+    if ranks is not None:
+        variables["MESHBOOK_RANKS"] = str(ranks)
+    return variables | script.environment(argv)
 
 
 def install(*, user: bool = False, prefix: str | None = None) -> Path:

@@ -8,34 +8,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from meshbook.cli import records
+from meshbook.cli.meshes import find_mesh, observed_mesh, print_result, use_color
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
-from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
-from meshbook.controller.starting import attach
 from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
 from meshbook.mesh_axes import MeshAxes
-from meshbook.selections import parse_axes
+from meshbook.selections import parse_axes, parse_selection
 from meshbook.version import __version__
 from meshbook.wire import keys
-from meshbook.wire.process_control import is_stopped
+from meshbook.wire.process_control import is_stopped, kill_supervisor
 
 # Seconds that a supervisor may take to reply, and a mesh to stop after a request or a signal. It gives its ranks 1 s.
 _REPLY_TIMEOUT_S = 3.0
 _STOP_GRACE_S = 15.0
 _SIGNAL_GRACE_S = 5.0
+
+# What cannot be meant as a mesh's name.
+_RANKS = re.compile(r"all|\d[\d,-]*|\w+=.*")
 
 _EPILOG = """\
 Where meshes are found: MESHBOOK_RUNTIME_DIR. What they are by default: MESHBOOK_RANKS, MESHBOOK_ENGINE, meshbook.toml,
@@ -44,7 +45,10 @@ or [tool.meshbook] in pyproject.toml."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if words[:1] == ["run"] and "--" in words else len(words)
+    options = _parser().parse_args(words[:end])
+    options.arguments = words[end + 1 :]
     try:
         status: int = options.act(options)
         sys.stdout.flush()
@@ -97,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     stacks.add_argument("--twice", action="store_true", help="look again half a second later, and tell who moves")
     stacks.add_argument("--threads", action="store_true", help="all threads, not only the main ones")
 
+    printing = records.add_commands(add)
+    debug = add("debug", _debug, "stop the cell that runs in the debugger, with its prompt here; Ctrl-C leaves it")
+    debug.add_argument("words", nargs="*", metavar="[NAME] [RANKS]", help="which mesh, if several run; 0,2-3 or dp=0")
+
+    debug.add_argument("--dap", action="store_true", help="open a debugpy port instead, for VS Code to attach to")
+    debug.add_argument("--port", type=_port, help="which, for one rank; any that is free, unless said")
+
     top = add("top", _top, "a live picture of a mesh, in the terminal or as a web page")
     way = top.add_mutually_exclusive_group()
     way.add_argument("--web", action="store_true", help="as a page, for this machine's browsers alone")
@@ -116,20 +127,53 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long a cell may take")
     run.add_argument("--quiet", action="store_true", help="show neither cells nor output")
+    run.epilog = "A script's own arguments follow --: meshbook run train.py -n 4 -- --lr 0.1"
+
+    replay = add("replay", _replay, "run a recorded cell of one rank again, in one process: the same failure at hand")
+    replay.add_argument("path", type=Path, metavar="BUNDLE", help="failures/f3, or a file in it")
+    replay.add_argument("--rank", type=int, help="whose; the first that failed, unless said")
+    replay.add_argument("--until", metavar="LINE", help='stop there in the debugger: "line 40"')
+    replay.add_argument("--edit", action="store_true", help="change the cell first, in $EDITOR")
+    replay.add_argument("--pdb", action="store_true", dest="debug", help="look at the exception in the debugger")
+    replay.add_argument("--trust", action="store_true", help="do not ask before a bundle runs that was not made here")
+
+    agent = add("mcp", _mcp, "let an agent look at meshes, and more if you allow it: an MCP server on stdin and stdout")
+    agent.add_argument("--allow", choices=("look", "run", "manage"), default="look", help="look, unless said")
+    agent.add_argument(
+        "--rank-minutes", type=_minutes, metavar="N", help="ranks times minutes that its cells may take in all"
+    )
+    agent.add_argument("--skill", action="store_true", help="print the SKILL.md for the agent, and end")
+
+    web = add("serve", _serve, "meshes over HTTP: JSON, server-sent events and a page, with a token for each scope")
+    web.add_argument("--port", type=_port, default=8765, help="8765, unless said; 0: any that is free")
+    web.add_argument("--host", default="127.0.0.1", help="the address to listen on: this machine's own, unless said")
+    web.add_argument("--certfile", type=Path, help="serve https with this certificate")
+    web.add_argument("--keyfile", type=Path, help="... and its key")
 
     stop = add("stop", _stop, "end a mesh and all that is on it")
     stop.add_argument("--all", action="store_true", help="every mesh of yours on this machine")
 
     doctor = add("doctor", _doctor, "what this machine lacks, and how to get it")
+    doctor.add_argument(
+        "--on",
+        help="look at these machines instead: ssh://gpu1,gpu2, slurm://PARTITION, ray://auto, or a cluster "
+        "of meshbook.toml",
+    )
+    doctor.add_argument(
+        "--gpu", action="store_true", help="run on this machine's GPUs what training runs, for a minute or two"
+    )
+
+    completion = add("completion", _completion, "a script for your shell that completes what you type")
+    completion.add_argument("shell", choices=("bash", "zsh"))
 
     install = add("install", _install, "tell Jupyter of the kernel, with this Python's absolute path")
     where = install.add_mutually_exclusive_group()
     where.add_argument("--user", action="store_true", help="in your own Jupyter folder")
     where.add_argument("--prefix", help="in another environment, such as the Jupyter server's")
 
-    for command in (status, why, stacks, top, attach, stop):
+    for command in (status, why, stacks, top, attach, agent, stop):
         command.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
-    for command in (listing, status, why, stacks, doctor):
+    for command in (listing, status, why, stacks, stop, doctor, install, *printing):
         command.add_argument("--json", action="store_true", help="for programs")
     for command in (repl, attach):
         command.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
@@ -156,6 +200,16 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rank-minutes; 8 ranks for 10 minutes are 80")
+    return minutes
 
 
 def _axes(text: str) -> MeshAxes:
@@ -185,7 +239,7 @@ def _repl(options: argparse.Namespace) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    found = _find_mesh(options.name)  # raises before a kernel is started
+    found = find_mesh(options.name)  # raises before a kernel is started
     from meshbook.cli import repl
 
     return repl.run(f"%mesh attach {found.name}", simple=options.simple)
@@ -193,38 +247,52 @@ def _attach(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     found = list_meshes()
-    _print_result(options, list(found), lambda: found.table() if found else "no mesh is running")
+    print_result(options, list(found), lambda: found.table() if found else "no mesh is running")
     return 0
 
 
 def _status(options: argparse.Namespace) -> int:
-    info = fetch_mesh_info(_find_mesh(options.name))
-    _print_result(options, info, lambda: status_table(info))
+    info = fetch_mesh_info(find_mesh(options.name))
+    print_result(options, info, lambda: status_table(info))
     return 0
 
 
 def _why(options: argparse.Namespace) -> int:
-    with _observed_mesh(options.name) as mesh:
+    with observed_mesh(options.name) as mesh:
         why = mesh.why()
-    _print_result(options, why.findings, lambda: diagnose.as_text(why.findings, color=_use_color()))
+    print_result(options, why.findings, lambda: diagnose.as_text(why.findings, color=use_color()))
     return 0
 
 
 def _stacks(options: argparse.Namespace) -> int:
-    with _observed_mesh(options.name) as mesh:
+    with observed_mesh(options.name) as mesh:
         stacks = mesh.stacks(options.ranks, twice=options.twice, threads=options.threads)
-    _print_result(options, stacks.snapshots, lambda: stacks.as_text(color=_use_color()))
+    print_result(options, stacks.snapshots, lambda: stacks.as_text(color=use_color()))
+    return 0
+
+
+def _debug(options: argparse.Namespace) -> int:
+    words = list(options.words)
+    running = {found.name for found in keys.list_connections()}
+    is_named = bool(words) and (words[0] in running or not _RANKS.fullmatch(words[0]))
+    with observed_mesh(words.pop(0) if is_named else None) as mesh:
+        if options.dap:
+            from meshbook.controller.debug_ports import open_ports
+
+            print(open_ports(mesh.session, parse_selection(mesh.grid, " ".join(words)), options.port or 0))
+        else:
+            mesh.debug(" ".join(words) or None)
     return 0
 
 
 def _top(options: argparse.Namespace) -> int:
     if options.port is not None and not options.web:
         raise UsageError("--port is the page's; write it like: meshbook top --web --port 8000")
-    found = _find_mesh(options.name)
+    found = find_mesh(options.name)
     if options.prometheus is not None:
         from meshbook.dashboard.exporter import Exporter
 
-        with _observed_mesh(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
+        with observed_mesh(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
             print(f"{mesh.name}: {exporter.address}\nCtrl-C ends it.", flush=True)
             exporter.wait()
     elif options.web:
@@ -238,37 +306,119 @@ def _top(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Within the block, an import of this module fails, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
 def _run(options: argparse.Namespace) -> int:
-    from meshbook.cli import run
+    # jsonschema, for nbformat, imports this where it is there: that compiles a grammar for 2 s, to check URLs by it
+    with _hidden("rfc3987_syntax"):
+        from meshbook.cli import run
 
     return run.run_file(
-        options.file, out=options.out, ranks=options.count, timeout_s=options.timeout, quiet=options.quiet
+        options.file,
+        arguments=options.arguments,
+        out=options.out,
+        ranks=options.count,
+        timeout_s=options.timeout,
+        quiet=options.quiet,
     )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from meshbook.replay import command
+
+    return command.run(
+        command.ReplayOptions(
+            options.path,
+            rank=options.rank,
+            until=options.until,
+            edit=options.edit,
+            debug=options.debug,
+            trust=options.trust,
+        )
+    )
+
+
+def _mcp(options: argparse.Namespace) -> int:
+    with _needs_extra("mcp"):
+        from meshbook.gateway import mcp_server
+    if options.skill:
+        print(mcp_server.skill(), end="")
+    else:
+        mcp_server.serve(options.name, allow=options.allow, rank_minutes=options.rank_minutes)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    with _needs_extra("serve"):
+        from meshbook.gateway import http_server
+    http_server.serve(options.host, options.port, certfile=options.certfile, keyfile=options.keyfile)
+    return 0
+
+
+@contextlib.contextmanager
+def _needs_extra(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"this needs {error.name}: pip install 'meshbook[{extra}]'") from None
 
 
 def _stop(options: argparse.Namespace) -> int:
     if options.all and options.name:
         raise UsageError(f"{options.name} or --all, not both")
-    connections = keys.list_connections() if options.all else [_find_mesh(options.name)]
-    if not connections:
+    connections = keys.list_connections() if options.all else [find_mesh(options.name)]
+    if not connections and not options.json:
         print("no mesh is running")
+    ended = []
     for connection in connections:
-        print(f"{connection.name} {end_mesh(connection)}")
+        ended.append({"name": connection.name, "outcome": end_mesh(connection)})
+        if not options.json:
+            print(f"{connection.name} {ended[-1]['outcome']}", flush=True)
+    if options.json:
+        print_result(options, ended, str)
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from meshbook.cli import doctor
 
-    results = doctor.run_checks()
-    _print_result(options, results, lambda: doctor.format_report(results))
+    if options.on is not None:
+        from meshbook.cli.doctor_machines import check_machines
+
+        results = check_machines(options.on)
+    elif options.gpu:
+        from meshbook.cli.doctor_gpu import check_gpus
+
+        results = list(check_gpus())
+    else:
+        results = doctor.run_checks()
+    print_result(options, results, lambda: doctor.format_report(results))
     return int(any(result.state == "missing" for result in results))
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from meshbook.cli.completion import script
+
+    print(script(_parser(), options.shell))
+    return 0
 
 
 def _install(options: argparse.Namespace) -> int:
     from meshbook.cli import kernels
 
-    print(f"the kernel Meshbook is in {kernels.install(user=options.user, prefix=options.prefix)}")
+    folder = kernels.install(user=options.user, prefix=options.prefix)
+    print_result(options, {"folder": folder}, lambda: f"the kernel Meshbook is in {folder}")
     return 0
 
 
@@ -300,14 +450,18 @@ def end_mesh(connection: keys.ConnectionInfo) -> str:
     threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
     if connected.wait(_REPLY_TIMEOUT_S) and _has_exited(connection, _STOP_GRACE_S):
         return "has ended"
-    for number, words in ((signal.SIGTERM, "was ended by a signal (SIGTERM), and has"), (signal.SIGKILL, "was killed")):
+    for end, words in ((_terminate, "was ended by a signal (SIGTERM), and has"), (kill_supervisor, "was killed")):
         if _has_exited(connection, 0.0):
             return "has ended"
         with contextlib.suppress(ProcessLookupError):
-            os.kill(connection.pid, number)
+            end(connection.pid)
         if _has_exited(connection, _SIGNAL_GRACE_S):
             return f"did not answer and {words}"
     raise StartError(f"{connection.name} (pid {connection.pid}) cannot be ended; the system keeps its process")
+
+
+def _terminate(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
 
 
 def _has_exited(connection: keys.ConnectionInfo, within_s: float) -> bool:
@@ -319,35 +473,6 @@ def _has_exited(connection: keys.ConnectionInfo, within_s: float) -> bool:
         time.sleep(0.02)  # not a child of this process: only polling is possible
     keys.list_connections()
     return True
-
-
-@contextlib.contextmanager
-def _observed_mesh(name: str | None) -> Iterator[Mesh]:
-    """Attach to a mesh as an observer."""
-    mesh = attach(_find_mesh(name).name, kind="cli", observer=True)
-    try:
-        yield mesh
-    finally:
-        mesh.session.close()
-
-
-def _print_result(options: argparse.Namespace, result: Any, as_text: Callable[[], object]) -> None:
-    """Print a command's result, as JSON if the user wants it."""
-    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() if options.json else as_text())
-
-
-def _use_color() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
-
-
-def _find_mesh(name: str | None) -> keys.ConnectionInfo:
-    """Find a running mesh, with an error message for the terminal if there is none.
-
-    Raises NotAttached, MeshNameError.
-    """
-    if not keys.list_connections():
-        raise NotAttached("no mesh is running; meshbook repl -n 4 starts one")
-    return keys.find_connection(name)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +27,11 @@ from meshbook.cli.output import CellOutputWriter, strip_ansi
 from meshbook.controller.tables import first_line, format_seconds
 from meshbook.errors import UsageError
 
+# Seconds after which a kernel that does not end by itself is killed; after half of them it is sent SIGTERM and leaves a
+# mesh that it has not stopped yet. It stops its mesh first, after checkpoints that are being written (up to a minute).
+_KERNEL_ENDS_S = 180.0
+# ... after a second Ctrl-C: jupyter_client's own.
+_KERNEL_ENDS_AFTER_CTRL_C_S = 5.0
 EXIT_INTERRUPTED = 130  # as shells count a program that SIGINT ended
 _CELL_MARK = re.compile(r"#\s*%%(?:\s+(?P<title>.*))?\s*")
 # Magics written as comments, because editors reject them. Only Meshbook's: `# %%time` may be a cell marker.
@@ -35,6 +41,7 @@ _COMMENTED_MAGIC = re.compile(r"#\s?(?=%%?(?:mesh|controller|local)\b)")
 def run_file(
     path: Path,
     *,
+    arguments: Sequence[str] = (),
     out: Path | None = None,
     ranks: int | None = None,
     timeout_s: float | None = None,
@@ -43,6 +50,7 @@ def run_file(
     """Execute a file, printing its progress on stdout. Blocks.
 
     Args:
+        arguments: of a script, for its `sys.argv`.
         out: the folder for the executed notebook and its HTML. None: `build` in the current folder for a notebook, no
             output for a script.
         ranks: number of ranks unless the file sets it; None: the default.
@@ -53,9 +61,11 @@ def run_file(
         The exit status: 0, 1 when a cell failed unexpectedly, 130 when interrupted.
 
     Raises:
-        UsageError: the file cannot be read, or the results cannot be written.
+        UsageError: the file cannot be read, or the results cannot be written; a notebook was given arguments.
     """
     is_script = path.suffix == ".py"
+    if arguments and not is_script:
+        raise UsageError(f"{path} takes no arguments ({' '.join(arguments)}): a notebook has its settings in a cell")
     notebook = read(path)
     if out is None and not is_script:
         out = Path("build")
@@ -63,7 +73,8 @@ def run_file(
         raise UsageError(f"{path} would be written over with what comes out of it; name another folder with --out")
     printer = _RunPrinter(sys.stdout, framed=not is_script, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="meshbook-") as private:
-        client = _NotebookRunner(notebook, printer, path.resolve(), private, ranks=ranks, timeout_s=timeout_s)
+        environment = kernels.kernel_environment(ranks, [str(path.resolve()), *arguments] if is_script else ())
+        client = _NotebookRunner(notebook, printer, path.resolve(), private, environment, timeout_s=timeout_s)
         problem = client.execute_all()
     if out is not None:
         for what, location in write(notebook, out, path.stem).items():
@@ -161,8 +172,8 @@ class _NotebookRunner(NotebookClient):
         printer: _RunPrinter,
         path: Path,
         private: str,
+        environment: dict[str, str],
         *,
-        ranks: int | None,
         timeout_s: float | None,
     ) -> None:
         super().__init__(
@@ -179,7 +190,7 @@ class _NotebookRunner(NotebookClient):
         )
         self.interrupted = False
         self._is_cell_running = False  # the kernel has started the cell
-        self._printer, self._ranks, self._private, self._stem = printer, ranks, private, path.stem
+        self._printer, self._environment, self._private, self._stem = printer, environment, private, path.stem
         self._num_cells = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
         self._cell_started_at = 0.0
         self._last_error_reply: dict[str, Any] = {}  # the reply of the last failed cell
@@ -188,7 +199,7 @@ class _NotebookRunner(NotebookClient):
         """Run every cell until one fails. Return the text to print about the failure; empty if there was none."""
         began = time.monotonic()
         try:
-            self.execute(env=kernels.kernel_environment(self._ranks))
+            self.execute(env=self._environment)
         except CellExecutionError as error:
             if self.interrupted:
                 return "interrupted"
@@ -212,6 +223,7 @@ class _NotebookRunner(NotebookClient):
         self.km = AsyncKernelManager(
             kernel_name=kernels.KERNEL_NAME,
             kernel_spec_manager=kernels.MeshbookKernelSpecManager(),
+            shutdown_wait_time=_KERNEL_ENDS_S,
             **kernels.ipc_connection_options(self._private, self._stem),
         )
         return self.km
@@ -225,6 +237,7 @@ class _NotebookRunner(NotebookClient):
     def _stop_signalled(self) -> None:
         assert self.km is not None
         if self.interrupted:
+            self.km.shutdown_wait_time = _KERNEL_ENDS_AFTER_CTRL_C_S
             self._schedule(self.km.shutdown_kernel())
         elif self._is_cell_running:
             self._schedule(self.km.interrupt_kernel())

@@ -16,6 +16,7 @@ from meshbook.errors import (
     describe_exit,
 )
 from meshbook.fold import rendering
+from meshbook.fold.device_errors import dead_context_note
 from meshbook.fold.outcomes import fold_errors, fold_released, ranks_with_status
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
@@ -82,6 +83,9 @@ def _summarize(failures: Sequence[Failure], succeeded: Sequence[int], released: 
         f"{name_ranks(failure.ranks)}: {failure.ename}{failure.evalue and f': {failure.evalue}'}"
         for failure in failures[:_MAX_SUMMARIZED]
     )
+    for failure in failures:
+        if note := dead_context_note(failure.ranks, failure.evalue):
+            text += f"\n{note}"
     if len(failures) > _MAX_SUMMARIZED:
         text += f"; and {len(failures) - _MAX_SUMMARIZED} more"
     if released:
@@ -125,6 +129,13 @@ def _rank_lost_error(finished: messages.CallFinished, label: str) -> RankLost:
 def _how_lost(finished: messages.CallFinished, lost: Ranks, label: str) -> str:
     """Return how ranks were lost, as sentences without the last full stop."""
     if finished.lost:
+        first = finished.lost[0]
+        if (
+            len(lost) > 1
+            and first.cause is not None
+            and {(one.host, one.cause) for one in finished.lost} == {(first.host, first.cause)}
+        ):  # all ranks of a machine
+            return f"{name_ranks(lost)} on {first.host}: {first.cause.removeprefix('is lost: ')}, while {label} ran"
         text = "; ".join(
             f"rank {one.rank} (pid {one.pid} on {one.host}) {one.description} while {label} ran"
             for one in finished.lost[:_MAX_SUMMARIZED]

@@ -44,7 +44,9 @@ class CheckpointMethods(MeshInspection):
             self._session, self.ranks, path, names, step=step, asynchronous=asynchronous, overwrite=overwrite
         )
 
-    def on_preemption(self, path: str | os.PathLike[str] | None = None, *names: str, grace_s: float = 25.0) -> None:
+    def on_preemption(
+        self, path: str | os.PathLike[str] | None = None, *names: str, grace_s: float = 25.0, resize: bool = False
+    ) -> None:
         """Have names saved, and cells end in time, when the mesh receives SIGTERM. Replaces an earlier plan.
 
             mesh.on_preemption("run1", "model", "opt", grace_s=110)
@@ -56,12 +58,14 @@ class CheckpointMethods(MeshInspection):
         Args:
             path, names: as for `checkpoint`; without them nothing is saved.
             grace_s: seconds from SIGTERM until the ranks must have ended, less than the cluster waits before SIGKILL.
+            resize: if the highest ranks receive the signal, the mesh goes on without them, as after `resize`, with what
+                they held; only if that cannot be done in time the names are saved.
 
         Raises:
             UsageError: a path without names, or names without a path.
             RankLost: a rank is lost.
         """
-        checkpoints.plan_preemption(self._session, self.ranks, path, names, grace_s=grace_s)
+        checkpoints.plan_preemption(self._session, self.ranks, path, names, grace_s=grace_s, resize=resize)
 
     def restore(
         self, path: str | os.PathLike[str], *names: str, step: int | None = None

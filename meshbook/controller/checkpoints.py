@@ -182,9 +182,15 @@ def save(
 
 
 def plan_preemption(
-    session: Session, own: Ranks, path: str | os.PathLike[str] | None, names: Sequence[str], *, grace_s: float
+    session: Session,
+    own: Ranks,
+    path: str | os.PathLike[str] | None,
+    names: Sequence[str],
+    *,
+    grace_s: float,
+    resize: bool,
 ) -> None:
-    """Have the supervisor save names when a process of the mesh receives SIGTERM; see `Mesh.on_preemption`."""
+    """Say what is done when a process of the mesh receives SIGTERM; see `Mesh.on_preemption`."""
     _check_names(names)
     if (path is None) != (not names):
         raise UsageError(
@@ -195,7 +201,8 @@ def plan_preemption(
         raise UsageError(f"grace_s is the number of seconds between SIGTERM and SIGKILL, not {grace_s!r}")
     _all_ranks(session, own)
     folder = "" if path is None else _absolute(path)
-    command = messages.PlanPreemption(session.connection.next_call_id(), folder, tuple(names), float(grace_s))
+    call = session.connection.next_call_id()
+    command = messages.PlanPreemption(call, folder, tuple(names), float(grace_s), resize)
     session.call_supervisor(command, 5.0)
 
 

@@ -1,15 +1,15 @@
 """Defaults of a mesh for options that the user does not set.
 
 In increasing precedence: built in, `[tool.meshbook]` of the nearest pyproject.toml, the nearest meshbook.toml, the
-environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`, `MESHBOOK_END_ON_ERROR`). An unknown key is an error that lists the
-known ones.
+environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`, `MESHBOOK_END_ON_ERROR`, `MESHBOOK_LOG_MB`). An unknown key is an
+error that lists the known ones.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Defaults:
         keep: whether the mesh outlives an orderly exit of the kernel.
         start_timeout_s: seconds that a mesh may take to start.
         end_on_error: whether ranks that wait in a collective for one that has left the cell are released.
+        log_mb: megabytes (2**20 bytes) of ranks' output that each machine keeps on its disk, for `%mesh logs --grep`.
+        clusters: by name, tables with the machines of each: `on = "ssh://gpu1,gpu2"`.
     """
 
     ranks: int | None = None
@@ -41,6 +43,8 @@ class Defaults:
     keep: bool = False
     start_timeout_s: float = 120.0
     end_on_error: bool = True
+    log_mb: int = 256
+    clusters: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def num_ranks(self) -> int:
         if self.ranks is not None:
@@ -79,6 +83,10 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
         if end_on_error not in ("0", "1"):
             raise UsageError(f"MESHBOOK_END_ON_ERROR={end_on_error!r} is neither 0 (off) nor 1 (on)")
         from_environment["end_on_error"] = end_on_error == "1"
+    if log_mb := environment.get("MESHBOOK_LOG_MB"):
+        if not log_mb.isdecimal():
+            raise UsageError(f"MESHBOOK_LOG_MB={log_mb!r} is not a number of megabytes; set it to 256, for example")
+        from_environment["log_mb"] = int(log_mb)
     return _override(found, from_environment, "the environment")
 
 
@@ -94,4 +102,14 @@ def _override(defaults: Defaults, settings: dict[str, Any], source: str) -> Defa
             expected is not bool and isinstance(value, bool)
         ):
             raise UsageError(f"{source} sets {key} = {value!r}; a {expected.__name__} is wanted")
+        if key == "clusters":
+            _check_clusters(settings[key], source)
     return replace(defaults, **settings)
+
+
+def _check_clusters(clusters: dict[str, Any], source: str) -> None:
+    for name, table in clusters.items():
+        if not isinstance(table, dict) or table.keys() != {"on"} or not isinstance(table["on"], str):
+            raise UsageError(
+                f'{source} has a cluster {name!r} that is not written like:\n[clusters.{name}]\non = "ssh://gpu1,gpu2"'
+            )

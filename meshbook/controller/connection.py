@@ -1,8 +1,6 @@
-"""A client's connection to its supervisor: one socket to send, one to receive, one listener thread.
+"""A client's connection to its supervisor: its sockets, and one listener thread.
 
-Two sockets, because a zmq socket belongs to one thread: callers send from their own thread, under a lock, and no
-message waits for a hand-over to the listener thread. `PendingRequests` matches reports to calls; this module does not
-interpret them.
+`PendingRequests` matches reports to calls; this module does not interpret them.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
+import msgspec
 
 from meshbook import errors
 from meshbook.controller.pending_requests import PendingRequest, PendingRequests
+from meshbook.controller.supervisor_sockets import SupervisorSockets
 from meshbook.ids import CallId, CallIds
 from meshbook.wire import codec, keys, messages, processes
-from meshbook.wire.loop import Loop, send_frames
+from meshbook.wire.loop import Loop
 from meshbook.wire.process_control import is_stopped
 
 log = logging.getLogger("meshbook.connection")
@@ -32,6 +31,10 @@ log = logging.getLogger("meshbook.connection")
 _CONNECT_TIMEOUT_S = 10.0
 _IDLE_INTERVAL_S = 5.0
 _LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
+# Seconds between two looks whether a standby has taken the place of a supervisor that has ended.
+_TAKEOVER_POLL_S = 0.02
+# Seconds until a hello that nobody has answered is sent again: the supervisor may have ended with it.
+_HELLO_RETRY_S = 1.0
 # While a request is pending, a check every second counts intervals without a received message. After
 # `_PING_AFTER_CHECKS` of them in a row the client sends a ping; after `_SILENT_AFTER_CHECKS` the supervisor counts as
 # silent. Its loop replies within milliseconds, also when all ranks are busy; its slowest own operation, explaining a
@@ -39,15 +42,17 @@ _LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
 _SILENCE_CHECK_S = 1.0
 _PING_AFTER_CHECKS = 1
 _SILENT_AFTER_CHECKS = 4
-# Reports that are read after the supervisor's exit, and how long each may take through zmq's own thread.
-_MAX_LAST_REPORTS = 1000
-_LAST_REPORT_TIMEOUT_MS = 50
+# Seconds after the supervisor's exit for its connection to end, by zmq's own thread: a fork of it may hold it open.
+_LAST_REPORTS_TIMEOUT_S = 5.0
+
+_REPLIES_WITH_INFO = messages.CommandReply | messages.MeshReady | messages.MeshHealed
 
 
 @dataclass
 class ConnectionListeners:
     """Callbacks for reports; called on the listener thread, and must not block."""
 
+    # the mesh has changed, or a reply describes it; before anybody has the reply
     ranks_changed: list[Callable[[messages.MeshChanged], None]] = field(default_factory=list)
     mesh_stopped: list[Callable[[str], None]] = field(default_factory=list)
     segments_released: list[Callable[[messages.SegmentsReleased], None]] = field(default_factory=list)
@@ -60,7 +65,7 @@ class ConnectionListeners:
 
 
 class SupervisorConnection:
-    """An open connection. `close()` ends it; the mesh continues."""
+    """An open connection. `listen()`, once, begins to handle reports; `close()` ends it, and the mesh continues."""
 
     def __init__(
         self,
@@ -90,13 +95,9 @@ class SupervisorConnection:
             messages.SegmentsReleased: lambda report: self._notify(self.listeners.segments_released, report),
             messages.MeshStopped: self._on_mesh_stopped,
         }
-        self._lock = threading.Lock()
-        self._closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         client_id = self.client_id = secrets.token_hex(8)
         self.call_ids = CallIds(client_id)
-        self._send_socket = self._connect(client_id, "s")
-        self._receive_socket = self._connect(client_id, "r")
+        self._sockets = SupervisorSockets(connection_info, client_id)
         self._wake_read_fd, self._wake_write_fd = os.pipe()
         self._is_local = connection_info.is_alive
         self._pidfd = _open_pidfd(connection_info)
@@ -115,35 +116,31 @@ class SupervisorConnection:
             observer=observer,
             orphan_ttl_s=orphan_ttl_s,
         )
-        self._send_socket.send_multipart(codec.encode(hello))
-        receive_fields = {name: getattr(hello, name) for name in hello.__struct_fields__} | {"channel": "receive"}
-        self._receive_socket.send_multipart(codec.encode(messages.Hello(**receive_fields)))
         try:
-            self.welcome = self._await_welcome()
+            self.welcome = self._await_welcome(hello, msgspec.structs.replace(hello, channel="receive"))
         except BaseException:
             self._close_sockets()
             raise
         self.thread = threading.Thread(target=self._run, name=f"meshbook-{connection_info.name}", daemon=True)
+
+    def listen(self) -> None:
+        """Begin to handle reports, also those that have arrived since the welcome: whom they concern is listening."""
         self.thread.start()
 
-    def _connect(self, client_id: str, suffix: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.IDENTITY, f"{client_id}/{suffix}".encode())
-        if self.connection_info.server_key:
-            public, secret = keys.new_curve_keys()
-            socket.curve_serverkey = self.connection_info.server_key.encode()
-            socket.curve_publickey, socket.curve_secretkey = public, secret
-        socket.connect(self.connection_info.address)
-        return socket
-
-    def _await_welcome(self) -> messages.Welcome:
-        if not self._receive_socket.poll(int(_CONNECT_TIMEOUT_S * 1000)):
-            raise errors.NotAttached(
-                f"the mesh {self.connection_info.name!r} (pid {self.connection_info.pid}) did not answer "
-                f"within {_CONNECT_TIMEOUT_S:.0f} s; meshbook status shows it, meshbook stop ends it"
-            )
-        report = codec.supervisor_reports.decode(self._receive_socket.recv_multipart())
+    def _await_welcome(self, *hellos: messages.Hello) -> messages.Welcome:
+        report, num_left = None, int(_CONNECT_TIMEOUT_S / _HELLO_RETRY_S)
+        self._sockets.introduce(*hellos)
+        while report is None:
+            if not self._sockets.receiver.poll(int(_HELLO_RETRY_S * 1000)):
+                num_left -= 1
+                if num_left:
+                    self._sockets.introduce(*hellos)
+                    continue
+                raise errors.NotAttached(
+                    f"the mesh {self.connection_info.name!r} (pid {self.connection_info.pid}) did not answer "
+                    f"within {_CONNECT_TIMEOUT_S:.0f} s; meshbook status shows it, meshbook stop ends it"
+                )
+            report = self._sockets.accept(self._sockets.receiver.recv_multipart())
         if isinstance(report, messages.Welcome):
             return report
         if isinstance(report, messages.Refused):
@@ -163,10 +160,8 @@ class SupervisorConnection:
 
     def send_body(self, body: bytes) -> None:
         codec.check_size(body)
-        with self._lock:
-            if self._closed:
-                raise errors.NotAttached(f"this process has left the mesh {self.connection_info.name!r}; attach again")
-            send_frames(self._send_socket, (codec.PROTOCOL, body))
+        if not self._sockets.send(body):
+            raise errors.NotAttached(f"this process has left the mesh {self.connection_info.name!r}; attach again")
 
     def request(
         self,
@@ -193,18 +188,15 @@ class SupervisorConnection:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._sockets.is_closed
 
     # ---- receiving
 
     def _run(self) -> None:
         loop = self._loop
-        loop.watch_socket(self._receive_socket, self._on_message)
+        loop.watch_socket(self._sockets.receiver, self._on_message)
         loop.watch_fd(self._wake_read_fd, loop.stop)
-        if self._pidfd is not None:
-            loop.watch_fd(self._pidfd, self._supervisor_exited)
-        elif self._is_local:
-            loop.call_later(_LIVENESS_POLL_S, self._poll_supervisor)
+        self._watch_supervisor()
         loop.call_later(_IDLE_INTERVAL_S, self._on_idle)
         loop.call_later(_SILENCE_CHECK_S, self._check_silence)
         loop.run()
@@ -242,14 +234,23 @@ class SupervisorConnection:
         else:
             self._supervisor_exited()
 
+    def _watch_supervisor(self) -> None:
+        if self._pidfd is not None:
+            self._loop.watch_fd(self._pidfd, self._supervisor_exited)
+        elif self._is_local:
+            self._loop.call_later(_LIVENESS_POLL_S, self._poll_supervisor)
+
     def _on_message(self, frames: list[bytes]) -> None:
         self._num_silent_checks = 0
         if self.silent:
             self._set_silent(False)
-        self._on_report(codec.supervisor_reports.decode(frames))
+        report = self._sockets.accept(frames)
+        if report is not None:
+            self._on_report(report)
 
     def _check_silence(self) -> None:
         self._loop.call_later(_SILENCE_CHECK_S, self._check_silence)
+        self._sockets.acknowledge()
         self._num_silent_checks = self._num_silent_checks + 1 if self.pending else 0
         if self._num_silent_checks == _PING_AFTER_CHECKS:
             with contextlib.suppress(errors.NotAttached):
@@ -288,6 +289,8 @@ class SupervisorConnection:
         return True
 
     def _on_report(self, report: messages.SupervisorReport) -> None:
+        if isinstance(report, _REPLIES_WITH_INFO) and report.info is not None:
+            self._notify(self.listeners.ranks_changed, messages.MeshChanged(report.info))
         kind = type(report)
         handler = self._report_handlers.get(kind) or self.listeners.report_handlers.get(kind)
         if handler is not None:
@@ -307,44 +310,60 @@ class SupervisorConnection:
         held = "what its ranks held is gone; %mesh restart gives fresh ones"
         self.pending.fail_all(f"the mesh {self.connection_info.name!r} has ended: {report.reason}; {held}")
         if self._pidfd is None and not self._is_local:
-            self._supervisor_exited()
+            self._mesh_ended()
 
     def _supervisor_exited(self) -> None:
-        """Handle the exit of the supervisor's process: every open call ends."""
+        """Handle the exit of the supervisor's process."""
         if self._pidfd is not None:
             self._loop.unwatch(self._pidfd)
-        for _ in range(_MAX_LAST_REPORTS):  # its last reports may arrive after its exit: one of them says why
-            if self._stop_reason is not None or not self._receive_socket.poll(_LAST_REPORT_TIMEOUT_MS):
-                break
-            self._notify((self._on_message,), self._receive_socket.recv_multipart())
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._find_successor(self._loop.clock.monotonic() + keys.TAKEOVER_TIMEOUT_S)
+
+    def _find_successor(self, deadline: float) -> None:
+        """Go on with the standby that has taken over; without one, the mesh has ended."""
+        successor, is_pending = keys.find_successor(self.connection_info)
+        if successor is not None:
+            self.connection_info, self._pidfd = successor, _open_pidfd(successor)
+            self._watch_supervisor()
+        elif is_pending and self._stop_reason is None and self._loop.clock.monotonic() < deadline:
+            self._loop.call_later(_TAKEOVER_POLL_S, lambda: self._find_successor(deadline))
+        else:
+            self._mesh_ended()
+
+    def _mesh_ended(self) -> None:
+        """End every open call."""
+        if self._stop_reason is None:  # its last reports may arrive after its exit: one of them says why
+            for frames in self._sockets.last_reports(_LAST_REPORTS_TIMEOUT_S):
+                self._notify((self._on_message,), frames)
+                if self._stop_reason is not None:
+                    break
         self.ended_unexpectedly = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
-        self.pending.fail_all(f"the mesh {self.connection_info.name!r} is gone: {reason}")
+        self.pending.fail_all(
+            f"the mesh {self.connection_info.name!r} is gone: {reason}. Start one with %mesh start -n 4"
+        )
         with contextlib.suppress(errors.StartError):
             keys.remove_stale_mesh(self.connection_info)
         self._notify(self.listeners.mesh_stopped, reason)
 
     def close(self) -> None:
         """Stop listening. Open calls end with NotAttached."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._sockets.refuse_sending():
+            return
         self.pending.fail_all(f"this process has left the mesh {self.connection_info.name!r}")
         with contextlib.suppress(OSError):
             os.write(self._wake_write_fd, b"x")
-        if threading.current_thread() is not self.thread:
+        if self.thread.ident is None:
+            self._close_sockets()
+        elif threading.current_thread() is not self.thread:
             self.thread.join(5)
 
     def _close_sockets(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._send_socket.close(linger=200)
-            self._receive_socket.close(linger=0)
-            for fd in (self._wake_read_fd, self._wake_write_fd, self._pidfd):
-                if fd is not None:
-                    os.close(fd)
-        self._context.term()
+        self._sockets.close()
+        for fd in (self._wake_read_fd, self._wake_write_fd, self._pidfd):
+            if fd is not None:
+                os.close(fd)
 
 
 def _open_pidfd(connection_info: keys.ConnectionInfo) -> int | None:

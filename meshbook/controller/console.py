@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import sys
 import textwrap
+from collections.abc import Callable
 
 from meshbook.fold import rendering
 from meshbook.ids import Ranks
@@ -79,9 +80,29 @@ def _wrap_for_marimo(text: str) -> str:
     return "\n".join(lines)
 
 
+def prompt_text(request: messages.InputRequest) -> str:
+    """Return the prompt with the rank that asks; the debugger's has its ranks already."""
+    return request.prompt if request.stop is not None else f"[rank {request.rank}] {request.prompt}"
+
+
+def find_prompter() -> Callable[[messages.InputRequest], str | None] | None:
+    """Return what prompts the user of this process: a marimo page, a Jupyter cell, or the terminal; None: nobody."""
+    cell = page.running_cell()
+    if cell is not None and cell.mode != "script":
+        return _prompt_in_marimo if cell.mode == "edit" else None  # readers of a running notebook cannot type
+    jupyter = getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel", None)
+    if jupyter is not None:  # it has replaced input() and getpass()
+        return prompt_on_terminal if getattr(jupyter, "_allow_stdin", False) else None
+    return prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
+
+
+def _prompt_in_marimo(request: messages.InputRequest) -> str | None:
+    return page.ask(prompt_text(request), password=request.password)
+
+
 def prompt_on_terminal(request: messages.InputRequest) -> str | None:
-    """Prompt for a rank's input() on the terminal and return the reply."""
-    prompt = f"[rank {request.rank}] {request.prompt}"
+    """Prompt for a rank's input(), or for a command for the debugger, on the terminal and return the reply."""
+    prompt = prompt_text(request)
     if request.password:
         return getpass.getpass(prompt)
     return input(prompt)

@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from meshbook.controller.call_errors import render_error
+from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.debugging import DebuggerPrompt
 from meshbook.controller.pending_requests import stuck_notice
 from meshbook.controller.sigint import SigintLatch
 from meshbook.controller.stop_presses import StopPresses
@@ -48,6 +49,7 @@ class _Waiting:
 
     def __init__(self, command: Any, inbox: _Inbox, on_output: OutputHandler | None, on_input: InputHandler | None):
         self.command, self.inbox, self.on_output, self.on_input = command, inbox, on_output, on_input
+        self.debugger = DebuggerPrompt(command.ranks)
         self.sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
 
     def show(self, items: tuple[messages.FoldedItem, ...]) -> None:
@@ -86,6 +88,7 @@ class ForegroundCalls:
         self._connection, self._request, self._interrupt = connection, request, interrupt
         self._presses = StopPresses()
         self._running: tuple[str, Ranks] | None = None
+        self._can_ask = False  # the ranks of the foreground call may ask for input
         self._inbox: _Inbox | None = None
         connection.listeners.silence_changed.append(self._silence_changed)
 
@@ -94,18 +97,32 @@ class ForegroundCalls:
         """Whether no call is in the foreground."""
         return self._running is None
 
+    @property
+    def prompting_call(self) -> str | None:
+        """The id of the call in the foreground, if its ranks can ask the user; None: there is none, or they cannot."""
+        return self._running[0] if self._running is not None and self._can_ask else None
+
     # ---- waiting
 
     def run(
-        self, command: Any, *, on_output: OutputHandler | None = None, on_input: InputHandler | None = None
+        self,
+        command: Any,
+        *,
+        on_output: OutputHandler | None = None,
+        on_input: InputHandler | None = None,
+        keep_result: bool = False,
     ) -> messages.CallFinished:
         """Send a command and wait for its end on this thread, handling its output and input() requests.
 
         KeyboardInterrupt stops the ranks and continues to wait for them, as `wire.stop_timing` describes; a second
         within 5 s escalates.
 
+        Args:
+            keep_result: return the result of a call that had ended when its Stop came to the ranks.
+
         Raises:
-            CellInterrupted: some ranks do not return from a Stop. The call stays in `abandoned` until they do.
+            CellInterrupted: some ranks do not return from a Stop: the call stays in `abandoned` until they do. Or the
+                call had ended when its Stop came: the Stop ends what called this, such as a loop.
         """
         waiting = _Waiting(command, queue.SimpleQueue(), on_output, on_input)
         with waiting.sigint:
@@ -120,7 +137,7 @@ class ForegroundCalls:
                 self._running = None
                 raise
             self._wait(waiting, future)
-        return self._result(waiting, future)
+        return self._result(waiting, future, keep_result=keep_result)
 
     def wait(
         self,
@@ -140,6 +157,7 @@ class ForegroundCalls:
     def _wait(self, waiting: _Waiting, future: Future[Any]) -> None:
         command, inbox = waiting.command, waiting.inbox
         try:
+            self._can_ask = waiting.on_input is not None and getattr(command, "allow_input", False)
             self._running, self._inbox = (command.call, command.ranks), inbox
             self._connection.pending.set_handlers(
                 command.call, on_output=waiting.output_inbox, on_input=inbox.put, on_stuck=inbox.put
@@ -154,13 +172,17 @@ class ForegroundCalls:
             self._running = self._inbox = None
             self._presses.call_ended()
 
-    def _result(self, waiting: _Waiting, future: Future[Any]) -> messages.CallFinished:
+    def _result(self, waiting: _Waiting, future: Future[Any], *, keep_result: bool = False) -> messages.CallFinished:
         """Return the result of a finished call, after SIGINT handling is restored."""
         is_new = self._presses.is_new_sigint(time.monotonic())
         # Stop reaches a notebook twice, and the second half may arrive after the call has ended.
         if waiting.sigint.pop() and is_new:
             signal.raise_signal(signal.SIGINT)
         finished: messages.CallFinished = future.result()
+        command = waiting.command
+        if not keep_result and self.was_interrupted(command.call) and error_from(finished) is None:
+            label = getattr(command, "label", "") or "an operation on tensors"
+            raise render_error(CellInterrupted((), command.ranks, summary=f"{label} was stopped as it ended"))
         return finished
 
     def _read_inbox(self, waiting: _Waiting, future: Future[Any]) -> None:
@@ -169,7 +191,7 @@ class ForegroundCalls:
         future.add_done_callback(lambda _: inbox.put(None))
         while True:
             try:
-                item = inbox.get(timeout=1.0 if self._presses.is_killing else None)
+                item = inbox.get(timeout=self._seconds_to_wait(waiting))
                 if item is None:
                     break
                 if sigint.pop():
@@ -177,7 +199,10 @@ class ForegroundCalls:
                 if item is _WAKE:
                     continue
                 if isinstance(item, messages.InputRequest):
-                    self._reply_input(item, waiting)
+                    if item.stop is None:
+                        self._reply_input(item, waiting)
+                    else:
+                        waiting.debugger.add(item.rank, item.stop, time.monotonic())
                 elif isinstance(item, messages.RanksStuck):
                     if self.was_interrupted(command.call):
                         raise self._abandon(command, future, item.ranks, item.reason)
@@ -189,7 +214,9 @@ class ForegroundCalls:
                 else:
                     waiting.show(item)
             except queue.Empty:
-                if self._presses.has_given_up(time.monotonic()):
+                if waiting.debugger.stopped:
+                    self._prompt_debugger(waiting)
+                elif self._presses.has_given_up(time.monotonic()):
                     reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
                     raise self._abandon(command, future, command.ranks, reason) from None
             except CellInterrupted:
@@ -214,6 +241,33 @@ class ForegroundCalls:
             self.interrupt()
         reply = messages.InputReply(target=request.call, rank=request.rank, text=text, interrupted=interrupted)
         self._connection.send(reply)
+
+    def _seconds_to_wait(self, waiting: _Waiting) -> float | None:
+        """Return how long the inbox may stay empty before something is to be done; None: for ever."""
+        if (seconds := waiting.debugger.seconds_until_due(time.monotonic())) is not None:
+            return seconds
+        return 1.0 if self._presses.is_killing else None
+
+    def _prompt_debugger(self, waiting: _Waiting) -> None:
+        """Ask for a command for the ranks that the debugger has stopped, and send it; a Stop goes to all of them."""
+        debugger, call = waiting.debugger, waiting.command.call
+        line: str | None = None
+        is_ending = self.was_interrupted(call)
+        if not is_ending:
+            waiting.show(debugger.pop_text(time.monotonic()))
+            request = messages.InputRequest(call, debugger.stopped[0], debugger.prompt(), False, debugger.stop)
+            try:
+                if waiting.on_input is not None:
+                    with waiting.sigint.handler_restored():
+                        line = waiting.on_input(request)
+            except (EOFError, KeyboardInterrupt):
+                is_ending = True
+        typed = debugger.end() if is_ending else debugger.typed(line, time.monotonic())
+        if typed.ends_call and not self.was_interrupted(call):
+            self.interrupt(may_escalate=False)
+        waiting.show(typed.items)
+        for rank, text in typed.replies.items():
+            self._connection.send(messages.InputReply(call, rank, text, interrupted=typed.ends_call))
 
     def _abandon(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
         """Stop waiting for an interrupted call. Later output of its ranks is shown as orphan output."""

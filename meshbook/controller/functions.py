@@ -9,8 +9,12 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol
 
+from meshbook.controller import running
+from meshbook.controller.console import Console, find_prompter
 from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.session import Session
 from meshbook.errors import UsageError
+from meshbook.ids import Ranks
 
 P = ParamSpec("P")
 
@@ -18,24 +22,50 @@ P = ParamSpec("P")
 class MeshRunner(Protocol):
     """Runs code on every rank: a `Mesh`."""
 
+    @property
+    def session(self) -> Session: ...
+
     def run(self, source: str, /) -> Any: ...
 
-    def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues: ...
+    def resolve_ranks(self, ranks: None, /) -> Ranks: ...
 
 
 class RemoteFunction(Generic[P]):
     """A function that runs on every rank of its mesh when called."""
 
-    def __init__(self, mesh: MeshRunner, function: Callable[P, Any]) -> None:
-        self._mesh, self._function = mesh, function
+    def __init__(self, mesh: MeshRunner, function: Callable[P, Any], timeout: float | None = None) -> None:
+        self._mesh, self._function, self._timeout = mesh, function, timeout
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankValues:
-        return self._mesh.execute(self._function, *args, **kwargs)
+        session = self._mesh.session
+        chosen_at, ranks = session.info.num_rank_changes, self._mesh.resolve_ranks(None)
+        command = session.call_command(
+            self._function,
+            args,
+            kwargs,
+            ranks,
+            chosen_at=chosen_at,
+            allow_input=self._timeout is None and find_prompter() is not None,
+            label=f"{getattr(self._function, '__name__', 'the function')}()",
+            record_bytes=session.record_bytes,
+        )
+        console = Console(ranks, echo=True)
+        if self._timeout is not None:
+            return running.run_with_timeout(session, command, console, self._timeout).values
+        return running.run_command(session, command, console).values
 
     def on(self, mesh: MeshRunner) -> RemoteFunction[P]:
         """Return the same function on another mesh, or on a slice of this one."""
-        return RemoteFunction(mesh, self._function)
+        return RemoteFunction(mesh, self._function, self._timeout)
+
+    def within(self, timeout: float | None) -> RemoteFunction[P]:
+        """Return the same function with a time limit for each call.
+
+        Args:
+            timeout: seconds after which a call is interrupted on the ranks and raises MeshTimeout; None: no limit.
+        """
+        return RemoteFunction(self._mesh, self._function, timeout)
 
     def __repr__(self) -> str:
         return f"<{getattr(self._function, '__name__', 'function')} on {self._mesh!r}>"

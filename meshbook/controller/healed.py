@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshbook.controller.tables import format_age, format_seconds
+from meshbook.controller.tables import format_age, format_bytes, format_seconds
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
 
@@ -91,12 +91,16 @@ class Resized(Healed):
         before, after: axes and their sizes.
         left: ranks that are no more.
         stale: names whose values cells have computed from the former number of ranks.
+        moved: names of DTensors, and of what is made of them, that were cut anew.
+        num_bytes: that went from rank to rank for it.
     """
 
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     left: Ranks = ()
     stale: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    num_bytes: int = 0
 
     @classmethod
     def of(cls, healed: messages.MeshHealed, *, has_checkpoint: bool = True) -> Resized:
@@ -109,6 +113,8 @@ class Resized(Healed):
             after=dict(spec.axes),
             left=resized.left,
             stale=resized.stale,
+            moved=resized.moved,
+            num_bytes=resized.num_bytes,
         )
 
 
@@ -126,6 +132,8 @@ def _describe_resized(healed: messages.MeshHealed, resized: messages.ResizeChang
         parts.append(f"{name_ranks(resized.left)} left")
     if healed.ranks:
         parts.append(f"{name_ranks(healed.ranks)} {'are' if len(healed.ranks) > 1 else 'is'} new")
+    if resized.moved:
+        parts.append(f"{_names(resized.moved)} cut anew ({format_bytes(resized.num_bytes)} moved)")
     lines = _describe_new(healed, parts)
     if resized.stale:
         lines.append(f"computed from the former number of ranks: {_names(resized.stale)} (run their cells again)")

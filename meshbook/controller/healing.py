@@ -1,30 +1,45 @@
-"""Has the supervisor put new processes in the place of ranks that have exited."""
+"""Has the supervisor put new processes in the place of ranks that have exited, or that are to be replaced."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from meshbook.controller import checkpoints
+from meshbook.controller.call_errors import render_error
 from meshbook.controller.healed import Healed
 from meshbook.controller.session import Session
-from meshbook.errors import HealError, MeshbookError
-from meshbook.wire import checkpoint_folders, messages
+from meshbook.errors import CellInterrupted, HealError, MeshbookError
+from meshbook.ids import Ranks, name_ranks
+from meshbook.wire import checkpoint_folders, messages, stop_timing
 
-# Seconds in which the rest of it must end after Stop: ranks that do not come back from it are reported after two.
-_STOP_TIMEOUT_S = 30.0
+# Seconds after a Stop in which the rest of a heal is waited for: as long as for ranks that do not come back from one.
+AFTER_STOP_S = stop_timing.STUCK_AFTER_S
+# Seconds until a rank that is killed has ended. The driver may take some to free the memory of its GPU.
+_END_TIMEOUT_S = 30.0
 
 
 def heal(
-    session: Session, *, replay: bool = True, share: bool = True, restore: bool | str | os.PathLike[str] = False
+    session: Session,
+    ranks: Ranks = (),
+    *,
+    replay: bool = True,
+    share: bool = True,
+    restore: bool | str | os.PathLike[str] = False,
 ) -> Healed:
-    """Replace the ranks that have exited; see `Mesh.heal`. Blocks. Stop ends a cell that is being replayed.
+    """Replace the ranks that have exited, that cannot use their GPU any more, and these; see `Mesh.heal`. Blocks.
 
     Raises:
         HealError: a cell runs, or the attempt failed; the message says what to do.
+        CellInterrupted: as `run_to_its_end`.
     """
     session.check_attached()
+    broken = {rank.rank for rank in session.status().ranks if rank.problem}
+    _end(session, session.living(tuple(sorted(broken.union(ranks)))))
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
     healed = run_to_its_end(session, command)
     saved = healed.checkpoint
@@ -33,18 +48,62 @@ def heal(
     return found if restore is False else _restore(session, found, restore)
 
 
-def run_to_its_end(session: Session, command: messages.HealMesh | messages.ResizeMesh) -> messages.MeshHealed:
-    """Send a command that replaces ranks or adds some, and return the reply. Blocks. Stop ends what can be ended."""
-    future = session.connection.request(command)
+def _end(session: Session, ranks: Ranks) -> None:
+    """End ranks that live, and wait until that is known here.
+
+    Raises:
+        HealError: they have not ended.
+    """
+    if not ranks:
+        return
+    ended = threading.Event()
+
+    def check(_: tuple[messages.RankExited, ...]) -> None:
+        if not session.living(ranks):
+            ended.set()
+
+    session.lost_listeners.append(check)
     try:
-        healed: messages.MeshHealed = future.result()
+        session.kill(ranks, signal.SIGKILL)
+        check(())
+        if not ended.wait(_END_TIMEOUT_S):
+            raise HealError(f"{name_ranks(session.living(ranks))} did not end within {_END_TIMEOUT_S:.0f} s of SIGKILL")
+    finally:
+        session.lost_listeners.remove(check)
+
+
+def run_to_its_end(session: Session, command: messages.HealMesh | messages.ResizeMesh) -> messages.MeshHealed:
+    """Send a command that replaces ranks or adds some, and return the reply. Blocks.
+
+    Raises:
+        CellInterrupted: Stop was pressed. It ends a cell that is being replayed, and the waiting here; the supervisor
+            does the rest. The message says whether it has.
+    """
+    future: Future[messages.MeshHealed] | None = None
+    try:
+        future = session.connection.request(command)
+        healed = future.result()
+        for hook in session.healed_hooks:
+            hook()
     except KeyboardInterrupt:
-        session.interrupt(tuple(rank.rank for rank in session.info.ranks))
-        healed = future.result(_STOP_TIMEOUT_S)
-    session.info = healed.info
-    for hook in session.healed_hooks:
-        hook()
+        what = "the resize" if isinstance(command, messages.ResizeMesh) else "the heal"
+        raise render_error(CellInterrupted((), summary=_stop(session, command.call, future, what))) from None
     return healed
+
+
+def _stop(session: Session, call: str, future: Future[messages.MeshHealed] | None, what: str) -> str:
+    """Interrupt what a heal or a resize runs, and return what becomes of it. Waits for two seconds at most."""
+    try:
+        if future is not None:
+            if not future.done():
+                session.interrupt(tuple(rank.rank for rank in session.info.ranks), target=call)
+            healed = future.result(AFTER_STOP_S)
+            return f"{what} was stopped, and was completed all the same:\n{Healed.of(healed)}"
+    except (TimeoutError, KeyboardInterrupt):
+        pass
+    except MeshbookError as error:
+        return f"{what} was stopped, and has failed: {error}"
+    return f"{what} was stopped here, and goes on in the mesh; cells wait until it is done (%mesh status)"
 
 
 def _restore(session: Session, healed: Healed, path: bool | str | os.PathLike[str]) -> Healed:
@@ -59,6 +118,9 @@ def _restore(session: Session, healed: Healed, path: bool | str | os.PathLike[st
         try:
             saved = checkpoints.restore(session, tuple(sorted(session.axes.ranks)), source, (), step=None)
             return healed.after_restore(saved.folder, saved.names)
+        except CellInterrupted as error:
+            stopped = f"{healed.text}\nThe ranks are healed; the restore was stopped: {error}"
+            raise render_error(CellInterrupted((), summary=stopped)) from None
         except MeshbookError as error:
             why = f"{error}"
     raise HealError(f"{healed.text}\nThe ranks are healed, and nothing was restored: {why}")

@@ -23,16 +23,20 @@ def launch_supervisor(
     owner: str | None = None,
     listen: str | None = None,
     light: bool = False,
+    cold: bool = False,
     fork_server_socket: str | None = None,
     timeout_s: float = 30.0,
 ) -> keys.ConnectionInfo:
     """Start the daemon of a new mesh. It has no ranks yet, but prepares to fork them. Blocks, about 0.2 s.
+
+    It ends if this process does before a client has attached.
 
     Args:
         name: the mesh's name; unique among this user's meshes.
         owner: the key by which a restarted notebook finds it.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
         light: prepare to fork ranks without torch.
+        cold: prepare nothing, because its ranks will be on other machines.
         fork_server_socket: the socket of a live mesh's fork server, of the same kind; the new one is forked from it.
             None: the one in MESHBOOK_FORK_SERVER, if the new one needs torch.
 
@@ -45,10 +49,11 @@ def launch_supervisor(
     folder = keys.claim_folder(name)
     read_fd, write_fd = os.pipe()
     # -P: a torch.py in the user's folder must not shadow torch; ranks get the user's own path later.
-    command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(write_fd)]
+    command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(write_fd), str(os.getpid())]
     command += ["--owner", owner] if owner else []
     command += ["--listen", listen] if listen else []
     command += ["--light"] if light else []
+    command += ["--cold"] if cold else []
     command += ["--source", fork_server_socket] if fork_server_socket else []
     try:
         with open(folder / "supervisor.log", "ab") as log:

@@ -10,14 +10,17 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import extensions, healing, remote, resizing, running, scattering
-from meshbook.controller.checkpoint_methods import CheckpointMethods
-from meshbook.controller.console import Console
+from meshbook.controller import extensions, healing, remote, resizing, running, scattering, spares
+from meshbook.controller.console import Console, find_prompter
+from meshbook.controller.debugger_methods import DebuggerMethods
+from meshbook.controller.difference_methods import DifferenceMethods
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.healed import Healed, Resized
+from meshbook.controller.recording_methods import RecordingMethods
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
+from meshbook.controller.spares import Spares
 from meshbook.data import batches
 from meshbook.errors import UsageError
 from meshbook.ids import Ranks, name_ranks
@@ -26,7 +29,7 @@ from meshbook.mesh_axes import MeshAxes, Slice
 P = ParamSpec("P")
 
 
-class Mesh(CheckpointMethods):
+class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
     `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,
@@ -138,9 +141,16 @@ class Mesh(CheckpointMethods):
             MeshTimeout: the cell was interrupted after `timeout` seconds.
             CellInterrupted: Ctrl-C.
         """
+        chosen_at = self._session.info.num_rank_changes if ranks is None else None
         chosen = self.resolve_ranks(ranks)
+        allow_input = wait and timeout is None and find_prompter() is not None
         command = self._session.cell_command(
-            textwrap.dedent(source), chosen, setup=setup, allow_input=wait, label="the cell"
+            textwrap.dedent(source),
+            chosen,
+            chosen_at=chosen_at,
+            setup=setup,
+            allow_input=allow_input,
+            label="the cell",
         )
         console = Console(chosen, echo=echo)
         if not wait:
@@ -152,14 +162,13 @@ class Mesh(CheckpointMethods):
     def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues:
         """Call a function on every rank. Handles among the arguments arrive as the rank's own objects. Blocks.
 
+        All keyword arguments are the function's. With a time limit: `mesh.remote(function).within(30)(...)`.
+
         Raises:
             CellError, RankLost: as `run`.
             TransferError: the function or an argument cannot be pickled; the message names the part.
         """
-        ranks = self.resolve_ranks(None)
-        label = f"{getattr(function, '__name__', 'the function')}()"
-        command = self._session.call_command(function, args, kwargs, ranks, label=label)
-        return running.run_command(self._session, command, Console(ranks, echo=True)).values
+        return RemoteFunction(self, function)(*args, **kwargs)
 
     def remote(self, function: Callable[P, Any]) -> RemoteFunction[P]:
         """Decorate a function so that calling it runs it on every rank and returns RankValues."""
@@ -207,7 +216,8 @@ class Mesh(CheckpointMethods):
         Raises:
             TransferError: a value cannot be pickled; the message names the part.
         """
-        self._session.set_names(names, self.resolve_ranks(None))
+        chosen_at = self._session.info.num_rank_changes
+        self._session.set_names(names, self.resolve_ranks(None), chosen_at=chosen_at)
 
     def pull(self, what: str | RemoteValue, *, ranks: Sequence[int] | int | str | None = None) -> RankValues:
         """Return the ranks' values of a name (or of a handle), by rank. Blocks.
@@ -272,9 +282,10 @@ class Mesh(CheckpointMethods):
             for x, y in mesh.feed(loader, axis="dp"): ...
 
         Args:
-            source: an iterable of batches: tensors, arrays, tables (Arrow, Polars, pandas; each becomes a dict of
-                columns), or tuples and dicts of them. Or one table, array or DuckDB result, with `batch_size`. Other
-                objects in a batch pass through unchanged.
+            source: an iterable of batches, async or not: tensors, arrays, tables (Arrow, Polars, pandas; each becomes
+                a dict of columns), or tuples and dicts of them. Or one table, array or DuckDB result, with
+                `batch_size`. Other objects in a batch pass through unchanged. An async source runs in an event loop of
+                its own, on another thread.
             axis: the axis to shard rows over; ranks at the same coordinate get the same rows. It may be omitted on a
                 mesh with one axis.
             prefetch: number of batches that are ready or in flight while the loop body runs; 0 fetches each on demand,
@@ -289,7 +300,7 @@ class Mesh(CheckpointMethods):
 
         Raises:
             PlacementError: a batch is not divisible; the message shows the calculation.
-            Whatever the source raises, at the batch where it raised.
+            Exception: what the source raised, at the batch where it raised it.
         """
         found: Iterator[Any] = extensions.find("feed")(
             self,
@@ -369,15 +380,23 @@ class Mesh(CheckpointMethods):
         self._session.kill(self._parse_ranks(ranks), signal)
 
     def heal(
-        self, *, replay: bool = True, share: bool = True, restore: bool | str | os.PathLike[str] = False
+        self,
+        ranks: Sequence[int] | int | str = (),
+        *,
+        replay: bool = True,
+        share: bool = True,
+        restore: bool | str | os.PathLike[str] = False,
     ) -> Healed:
         """Put new processes in the place of ranks that have exited; the other ranks keep all they have. Blocks.
+
+        A rank whose CUDA context is dead is replaced too (a device-side assert, an illegal memory access).
 
         A new process runs the setup cells (`%%mesh --setup`, `run(..., setup=True)`), and the imports and definitions
         of other cells. Then it gets what the other ranks hold, where they show that the lost rank held the same: values
         that are equal on all of them, or on the ranks of an axis. Every process group works again.
 
         Args:
+            ranks: replaced too, although they live.
             replay: run those cells.
             share: copy what the others hold.
             restore: if something could not be had, bring all ranks back to the last checkpoint of this mesh that has
@@ -388,8 +407,11 @@ class Mesh(CheckpointMethods):
 
         Raises:
             HealError: a cell runs, or the attempt failed, or the restore did. Living ranks keep what they hold.
+            CellInterrupted: Stop was pressed; the message says whether the ranks are healed, or still being healed.
         """
-        return healing.heal(self._session, replay=replay, share=share, restore=restore)
+        return healing.heal(
+            self._session, () if ranks == () else self._parse_ranks(ranks), replay=replay, share=share, restore=restore
+        )
 
     def resize(self, size: int | Mapping[str, int] | None = None, /, **axes: int) -> Resized:
         """Change the number of ranks: `resize(6)`, or by axes, `resize(dp=3)`. Blocks.
@@ -409,8 +431,23 @@ class Mesh(CheckpointMethods):
         Raises:
             MeshShapeError, UsageError: the new axes are none, or need more GPUs than there are.
             ResizeError: a cell runs; models are cut for the present ranks (FSDP2, DTensors); or it was not completed.
+            CellInterrupted: as `heal`.
         """
         return resizing.resize(self._session, size, axes)
+
+    def spare(self, num: int | None = None) -> Spares:
+        """Keep processes ready that new ranks of `heal` and `resize` can be: so many on each machine. Does not wait.
+
+        They have imported what the ranks have, so that a new rank does not begin with it. Each costs the memory that
+        those imports take. `spare(0)` ends them; without a number nothing changes.
+
+        Returns:
+            Spares: how many there are, how warm they are and what they cost. Its text is what `%mesh spare` shows.
+
+        Raises:
+            UsageError, MeshShapeError: the number is none, or more than the ranks of a machine.
+        """
+        return spares.spare(self._session, num)
 
     def dashboard(self) -> Any:
         """Return a live dashboard of these ranks with its controls: a widget, for the end of a cell.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from datetime import datetime
 from typing import Any, get_args, overload
 
 from meshbook.controller import reports
+from meshbook.controller.hosts import Hosts, fetch_hosts
+from meshbook.controller.logs import DEFAULT_LIMIT, LogHit, Logs, follow, search
 from meshbook.controller.past_cells import PastCell, fetch_past_cells
 from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.session import Session
@@ -75,6 +78,10 @@ class MeshInspection:
         """Return the supervisor's current information about the mesh."""
         return self._session.status()
 
+    def hosts(self) -> Hosts:
+        """Return the mesh's machines, a row for each: state, ranks, GPUs or cores, versions, latency."""
+        return fetch_hosts(self._session)
+
     @overload
     def history(self) -> tuple[messages.HistoryEntry, ...]: ...
 
@@ -92,10 +99,81 @@ class MeshInspection:
         """
         return self._session.history() if number is None else fetch_past_cells(self._session, number)[-1]
 
-    def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
-        """Return the last output of a rank, also of a dead one."""
-        self._axes.check_ranks((rank,))
-        return self._session.logs(rank, limit_bytes)
+    @overload
+    def logs(self, rank: int, limit_bytes: int = ...) -> str: ...
+
+    @overload
+    def logs(
+        self,
+        *,
+        ranks: Sequence[int] | int | str | None = ...,
+        grep: str = ...,
+        since: str | float | datetime | None = ...,
+        context: int = ...,
+        limit: int = ...,
+    ) -> Logs: ...
+
+    def logs(
+        self,
+        rank: int | None = None,
+        limit_bytes: int = 1 << 16,
+        *,
+        ranks: Sequence[int] | int | str | None = None,
+        grep: str = "",
+        since: str | float | datetime | None = None,
+        context: int = 0,
+        limit: int = DEFAULT_LIMIT,
+    ) -> str | Logs:
+        """Return the last output of a rank, or search in all that ranks have printed since the mesh started.
+
+        With a rank alone: its last output as text, at most `limit_bytes` characters. Otherwise a search, on the
+        machines where the ranks are: also in what ranks printed that are dead, were replaced by a heal, or have left;
+        also errors of cells, and how ranks ended. Answers while a cell runs and while ranks hang. Blocks for 0.1 s, and
+        some seconds for hundreds of MB.
+
+        Args:
+            rank: whose last output.
+            ranks: which ranks to search in, as for `run`; None: all of this view.
+            grep: a regular expression, searched for in each line; "": all lines that are not blank.
+            since: how long ago ("30s", "5m", "2h", "1d", or seconds), or when (an ISO date and time, or a datetime).
+            context: lines of the same rank to show before and behind each hit, 0 to 20.
+            limit: hits to return, the newest.
+
+        Returns:
+            Logs: a sequence of `LogHit` (`.time`, `.ranks`, `.text`), in order of time, that displays itself. Lines
+            that several ranks printed within a second are one hit, as `mesh.fold` says.
+
+        Raises:
+            UsageError: the pattern or the time cannot be read; the message shows where.
+            MeshShapeError: a rank is not in this mesh.
+        """
+        if rank is not None and (ranks, grep, since, context) == (None, "", None, 0):
+            self._axes.check_ranks((rank,))
+            return self._session.logs(rank, limit_bytes)
+        where = self._ranks_to_search(rank if ranks is None else ranks)
+        return search(self._session, where, grep=grep, since=since, context=context, limit=limit)
+
+    def follow_logs(
+        self,
+        *,
+        ranks: Sequence[int] | int | str | None = None,
+        grep: str = "",
+        since: str | float | datetime | None = None,
+        context: int = 0,
+    ) -> Generator[LogHit | str]:
+        """Yield what ranks print, as it comes, until the mesh ends or the generator is closed. Blocks between hits.
+
+        Begins with what was printed since `since`; None: with the last ten hits. Arguments as for `logs`; where
+        something cannot be searched, as on a lost machine, a sentence comes in place of a hit.
+        """
+        where = self._ranks_to_search(ranks)
+        return follow(self._session, where, grep=grep, since=since, context=context)
+
+    def _ranks_to_search(self, ranks: Sequence[int] | int | str | None) -> Ranks:
+        """Return the ranks to search in; (): all of the whole mesh, those that have left it too."""
+        if ranks is None:
+            return () if self._fixed_axes is None else self.ranks
+        return self._parse_ranks(ranks)
 
     def why(self) -> Why:
         """Explain why the mesh hangs: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.

@@ -25,6 +25,9 @@ class PendingRequest:
 class PendingRequests:
     """Matches reports to calls. `report_handlers` is a table of its methods by report type.
 
+    Attributes:
+        debuggers: by call id, what takes the stops of a call in the debugger, and its end; perhaps another client's.
+
     Args:
         on_orphan_output: receives output of calls that no handler takes.
         decline_input: replies to an input() request that no handler takes.
@@ -39,12 +42,14 @@ class PendingRequests:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._pending: dict[str, PendingRequest] = {}
+        self.debuggers: dict[str, Callable[[Any], object]] = {}
         self._end: str | None = None  # why there are no replies any more
         self._on_orphan_output, self._decline_input, self._on_error = on_orphan_output, decline_input, on_error
         self.report_handlers: dict[type, Callable[[Any], None]] = {
             messages.CallFinished: self._call_finished,
             messages.CallOutput: self._call_output,
             messages.InputRequest: self._input_requested,
+            messages.DebuggedCallEnded: self._debugged_call_ended,
             messages.RanksStuck: self._ranks_stuck,
             messages.CommandReply: self._replied,
             messages.MeshReady: self._replied,
@@ -114,9 +119,15 @@ class PendingRequests:
         else:
             self._on_orphan_output(report)
 
+    def _debugged_call_ended(self, report: messages.DebuggedCallEnded) -> None:
+        if (debugger := self.debuggers.get(report.target)) is not None:
+            debugger(report)
+
     def _input_requested(self, request: messages.InputRequest) -> None:
         found = self._pending.get(request.call)
-        if found is not None and found.on_input is not None:
+        if request.stop is not None and (debugger := self.debuggers.get(request.call)) is not None:
+            debugger(request)
+        elif found is not None and found.on_input is not None:
             found.on_input(request)
         else:
             self._decline_input(request)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.controller import extensions
+from meshbook.controller import extensions, running
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
@@ -25,6 +25,9 @@ from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, V
 
 # Attributes that libraries probe for on any object; a handle must not appear to have them.
 PROBED_PREFIXES = ("_repr_", "_ipython_", "__")
+
+# Attributes by which other libraries read a remote object.
+_READS = ("get", "pull", "result", "value", "values")
 
 
 class PreviewDisplay:
@@ -122,8 +125,9 @@ class RemoteValue(RemoteHandle):
             answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer
         ]
         if replies and all(answer.get(str(path)) is None for answer in replies):
+            hint = f"; mesh.pull({self._meshbook_path}) brings the ranks' values" if name in _READS else ""
             raise AttributeError(
-                f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}"
+                f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}{hint}"
             )
         return RemoteValue(self._meshbook_session, path, self._meshbook_ranks)
 
@@ -282,7 +286,7 @@ def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:
     previews = {}
     for rank, reply in peek(session, (str(path),), ranks).items():
         raw = None if reply is None else reply.get(str(path))
-        text = "(no answer: in code that keeps the GIL)" if reply is None else f"({path} is not defined here)"
+        text = "(no answer yet; %mesh why tells why)" if reply is None else f"({path} is not defined here)"
         previews[rank] = Preview(kind="none", type="", text=text) if raw is None else msgspec.convert(raw, Preview)
     return group_previews(previews)
 
@@ -302,8 +306,12 @@ def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, di
     """Query the ranks' service threads for names: rank -> {name: preview as plain data, or None}.
 
     The entry is None for a rank that did not reply.
+
+    Raises:
+        RankLost: none of the ranks is left.
     """
-    command = messages.PreviewNames(call=session.connection.next_call_id(), ranks=session.living(ranks), names=names)
+    living = running.require_living(session, ranks, None)
+    command = messages.PreviewNames(call=session.connection.next_call_id(), ranks=living, names=names)
     return {rank: part.outcome.reply for part in session.query(command) for rank in part.ranks}
 
 

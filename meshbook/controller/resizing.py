@@ -14,11 +14,12 @@ from meshbook.wire import messages
 
 
 def resize(session: Session, size: int | Mapping[str, int] | None, axes: Mapping[str, int]) -> Resized:
-    """Change the number of ranks; see `Mesh.resize`. Blocks. Stop ends a cell that is being replayed.
+    """Change the number of ranks; see `Mesh.resize`. Blocks.
 
     Raises:
         MeshShapeError, UsageError: the new axes are none, or need more GPUs than there are. Nothing has changed.
         ResizeError: a cell runs, or something is cut for the present ranks; the message says what to do.
+        CellInterrupted: as `healing.run_to_its_end`.
     """
     session.check_attached()
     before = session.axes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from meshbook.controller.console import Console, prompt_on_terminal
+from meshbook.controller import recording
+from meshbook.controller.console import Console, find_prompter
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.results import CellResult
 from meshbook.controller.session import Session
-from meshbook.errors import MeshTimeout, RankLost
+from meshbook.errors import CellError, MeshbookError, MeshTimeout, RankLost
 from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # Seconds that an interrupted call may take to end.
@@ -22,9 +22,15 @@ def run_command(session: Session, command: Any, console: Console) -> CellResult:
     Raises:
         CellError, CellInterrupted, RankLost: as `Mesh.run`.
     """
-    on_input = prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
-    finished = session.foreground.run(command, on_output=console, on_input=on_input)
-    return session.cell_result(command, finished, console.text)
+    finished = session.foreground.run(command, on_output=console, on_input=find_prompter())
+    try:
+        return session.cell_result(command, finished, console.text)
+    except MeshbookError as error:
+        if note := recording.save_failed(session, command, finished):
+            error.add_note(note)
+            if isinstance(error, CellError):
+                error.rendered = (*error.rendered, note)
+        raise
 
 
 def submit_command(session: Session, command: Any, console: Console) -> MeshFuture[CellResult]:
@@ -48,7 +54,8 @@ def run_with_timeout(session: Session, command: Any, console: Console, timeout_s
         raise MeshTimeout(f"{command.label} did not end within {timeout_s:g} s and was interrupted") from None
     except KeyboardInterrupt:
         future.interrupt()
-        return future.result(_INTERRUPT_TIMEOUT_S)
+        future.result(_INTERRUPT_TIMEOUT_S)
+        raise  # it had ended when the Stop came to the ranks
 
 
 def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:

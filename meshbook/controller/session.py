@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from meshbook.controller.call_errors import error_from, render_error
@@ -32,7 +33,7 @@ class Session:
     """An open connection to a mesh and this process's state of it.
 
     Attributes:
-        info: the supervisor's last description of the mesh.
+        info: the supervisor's last description of the mesh; set by the listener thread alone, in order of arrival.
         axes: None: it has no ranks yet.
         ended: why the mesh ended; None: it runs.
         stopping: whether this process is stopping it.
@@ -42,6 +43,7 @@ class Session:
         before_call_hooks: called before a command for the ranks' main threads, to send what must precede it.
         healed_hooks: called after ranks were replaced from here, to use the new ones.
         resized_hooks: called after the mesh was given other axes, on the listener thread.
+        record_bytes: that a record of each cell may take on a rank; 0: cells are not recorded.
         extras: state of layers above for the session's lifetime, by name.
     """
 
@@ -53,7 +55,7 @@ class Session:
         self.ended: str | None = None
         self.stopping = False
         self.foreground = ForegroundCalls(connection, self.request, self.interrupt)
-        self.transfer = ValueTransfer(self._persistent_id)
+        self.transfer = ValueTransfer(self._persistent_id, has_other_machines=lambda: _has_other_machines(self.info))
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
         self.before_call_hooks: list[Callable[[], object]] = []
         self.healed_hooks: list[Callable[[], object]] = []
@@ -62,25 +64,29 @@ class Session:
         self._ended_event = threading.Event()
         self._last_cell_number = self.info.cells_run
         self.fold: messages.Folding = "numbers"
+        self.record_bytes = 0
         connection.listeners.ranks_changed.append(self._ranks_changed)
         connection.listeners.mesh_stopped.append(self._mesh_stopped)
         connection.listeners.segments_released.append(self.transfer.on_segments_released)
         connection.listeners.idle.append(self.release_unused)
         self._exit_finalizer = weakref.finalize(self, _stop_and_close, connection, self._ended_event, stop_at_exit)
+        connection.listen()
 
     # ---- start, stop, detach
 
     def start(self, axes: MeshAxes, spec: messages.MeshSpec, *, timeout_s: float) -> messages.MeshReady:
         """Start the ranks and wait until their process group is ready. Blocks.
 
+        In a launcher's queue the time does not count.
+
         Raises:
             StartError: they did not start; nothing is left running.
             MeshInUse: this mesh has ranks already.
         """
         call = self.connection.next_call_id()
-        future = self.connection.request(messages.StartMesh(call=call, spec=spec))
+        command = messages.StartMesh(call=call, spec=spec)
         try:
-            ready: messages.MeshReady = future.result(timeout_s)
+            ready = _request_start(self.connection, command, timeout_s)
         except TimeoutError:
             self.stop()
             raise StartError(
@@ -92,7 +98,7 @@ class Session:
         except BaseException:
             self.stop()
             raise
-        self.axes, self.info = axes, ready.info
+        self.axes = axes
         return ready
 
     def stop(self) -> None:
@@ -149,7 +155,6 @@ class Session:
     def status(self, timeout_s: float = 5.0) -> messages.MeshInfo:
         reply = self.call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
         assert reply.info is not None
-        self.info = reply.info
         return reply.info
 
     def history(self) -> tuple[messages.HistoryEntry, ...]:
@@ -196,7 +201,7 @@ class Session:
             self._last_cell_number += 1
             number = self._last_cell_number
         call = self.connection.next_call_id()
-        options = {"fold": self.fold, **options}
+        options = {"fold": self.fold, "record_bytes": self.record_bytes, **options}
         return messages.RunCell(call=call, ranks=ranks, source=source, execution_count=number, **options)
 
     def call_command(
@@ -205,14 +210,10 @@ class Session:
         payload = self.transfer.dump((function, tuple(args), kwargs), ranks)
         return messages.CallFunction(call=self.connection.next_call_id(), ranks=ranks, function=payload, **options)
 
-    def set_names(self, names: dict[str, Any], ranks: Ranks) -> None:
+    def set_names(self, names: dict[str, Any], ranks: Ranks, *, chosen_at: int | None = None) -> None:
         """Bind names on the ranks, and wait until they are bound."""
-        command = messages.SetNames(
-            call=self.connection.next_call_id(),
-            ranks=ranks,
-            names=tuple(names),
-            payload=self.transfer.dump(tuple(names.values()), ranks),
-        )
+        call, payload = self.connection.next_call_id(), self.transfer.dump(tuple(names.values()), ranks)
+        command = messages.SetNames(call, ranks, tuple(names), payload, chosen_at=chosen_at)
         self.run_for_values(command, "push")
 
     def evaluate(self, path: expressions.Expression, ranks: Ranks, *, retain: bool = True) -> RankValues:
@@ -336,8 +337,36 @@ def incarnations(session: Session, ranks: Ranks) -> tuple[int, ...]:
     return tuple(by_rank.get(rank, 0) for rank in ranks)
 
 
+def _has_other_machines(info: messages.MeshInfo) -> bool:
+    return info.spec is not None and bool(info.spec.on)
+
+
 def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
     return MeshAxes.of(dict(info.spec.axes)) if info.spec is not None else None
+
+
+def _request_start(
+    connection: SupervisorConnection, command: messages.StartMesh, timeout_s: float
+) -> messages.MeshReady:
+    """Start a mesh. While it waits for machines, what their launcher's queue says is printed.
+
+    Raises:
+        TimeoutError: it did not start within this time, not counting the time in the queue.
+    """
+    queue_states: SimpleQueue[str | None] = SimpleQueue()  # None: the start has ended
+    connection.listeners.report_handlers[messages.MeshQueued] = lambda report: queue_states.put(report.state)
+    future = connection.request(command)
+    future.add_done_callback(lambda _: queue_states.put(None))
+    left_s: float | None = timeout_s
+    try:
+        while (state := queue_states.get(timeout=left_s)) is not None:
+            left_s = None if state else timeout_s
+            if state:
+                print(state, flush=True)
+    except Empty:
+        raise TimeoutError from None
+    ready: messages.MeshReady = future.result()
+    return ready
 
 
 def _stop_and_close(connection: SupervisorConnection, ended: threading.Event, stop: bool) -> None:

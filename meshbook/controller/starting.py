@@ -9,11 +9,14 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from meshbook.controller import extensions, past_cells
+from meshbook.controller import extensions, past_cells, script
 from meshbook.controller.background_output import background_output_of
+from meshbook.controller.clusters import choose_machines
 from meshbook.controller.config import read_defaults
 from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.device_note import device_note
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
@@ -23,6 +26,7 @@ from meshbook.host.gpus import count_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
+from meshbook.wire.process_control import kill_supervisor
 
 # Clients that show under their cells what happened meanwhile (`kernel.meshes`).
 _NOTEBOOK_KINDS = ("kernel", "ipython")
@@ -37,6 +41,7 @@ def create_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     name: str | None = None,
     engine: str | None = None,
+    on: str | None = None,
     num_hosts: int = 1,
     start_method: str | None = None,
     device: str | None = None,
@@ -58,10 +63,16 @@ def create_mesh(
         axes: a number of ranks, or {axis: size}; see also `nodes` and `gpus_per_node`, or `shape` and `mesh_dim_names`.
             Without any of these: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
         name: the name in `attach` and `meshbook list`; default: derived from the script's name.
-        engine: "local".
+        engine: "local"; `on` names its own.
+        on: machines that ssh reaches, `ssh://user@gpu1:2222,gpu2`, or the name of a cluster in meshbook.toml. `nodes`
+            is then how many of them are used (default: all), and each has equally many ranks; without axes or
+            `gpus_per_node`, one per GPU of the machine with the fewest, else 2 to 4 by cores. Or nodes of a Slurm
+            cluster, `slurm://PARTITION?account=x&time=2:00:00`, whose queue's words are printed while one waits. Or
+            nodes of a Ray cluster, `ray://auto`, `ray://head:6379`; `ray://local` starts a Ray.
         num_hosts: simulate this many hosts on this machine.
         start_method: "fork" (from a warm fork server) or "fresh" (new interpreters).
-        device: "auto", "cpu" or "cuda".
+        device: "auto": a GPU for each rank if there are enough, else the CPU. "cuda": ranks share GPUs if there are
+            fewer, with gloo as their backend. Or "cpu".
         process_group: False does not initialize torch.distributed.
         torch: False starts light ranks that do not import torch.
         env: environment variables for the ranks.
@@ -70,17 +81,24 @@ def create_mesh(
         orphan_ttl_s: seconds that it may live without any client.
 
     Raises:
-        MeshShapeError: the axes are invalid.
+        MeshShapeError: the axes are invalid, or the last one would not stay within a machine.
+        UsageError: `on` is no address, and no name of a cluster.
         MeshInUse: the name is taken.
         StartError: the mesh did not start; nothing is left running.
     """
     defaults = read_defaults()
-    if axes is None and nodes is None and gpus_per_node is None and shape is None:
-        axes = defaults.num_ranks()
-    grid = MeshAxes.of(axes, nodes=nodes, gpus_per_node=gpus_per_node, shape=shape, mesh_dim_names=mesh_dim_names)
+    if on is not None:
+        forms = {"axes": axes, "shape": shape, "mesh_dim_names": mesh_dim_names}
+        cluster = choose_machines(on, defaults, nodes=nodes, gpus_per_node=gpus_per_node, **forms)
+        grid, engine, on, num_hosts = cluster.grid, cluster.engine, cluster.on, cluster.num_hosts
+    else:
+        if axes is None and nodes is None and gpus_per_node is None and shape is None:
+            axes = defaults.num_ranks()
+        grid = MeshAxes.of(axes, nodes=nodes, gpus_per_node=gpus_per_node, shape=shape, mesh_dim_names=mesh_dim_names)
     spec = make_spec(
         grid,
         engine=engine,
+        on=on,
         num_hosts=num_hosts,
         start_method=start_method,
         device=device,
@@ -92,8 +110,11 @@ def create_mesh(
 
     def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
         ttl_s = next(s for s in (orphan_ttl_s, default_ttl_s, defaults.orphan_ttl_s) if s is not None)
-        found = launch_supervisor(name or generate_mesh_name(), owner=owner, listen=listen)
-        return start_ranks(open_session(found, kind=kind, orphan_ttl_s=ttl_s, stop_at_exit=stop_at_exit), grid, spec)
+        session = launch_session(
+            name or generate_mesh_name(), owner=owner, listen=listen, cold=on is not None, kind=kind,
+            orphan_ttl_s=ttl_s, stop_at_exit=stop_at_exit,
+        )  # fmt: skip
+        return start_ranks(session, grid, spec)
 
     cell = page.running_cell() if owner is None else None
     if cell is not None:
@@ -136,6 +157,25 @@ def open_session(
     return Session(connection, stop_at_exit=stop_at_exit)
 
 
+def launch_session(name: str, *, kind: str, orphan_ttl_s: float, stop_at_exit: bool = True, **options: Any) -> Session:
+    """Launch a supervisor and return a session with it. Blocks.
+
+    Args:
+        options: those of `launch_supervisor`.
+
+    Raises:
+        MeshInUse, StartError, NotAttached: nothing is left running.
+    """
+    found = launch_supervisor(name, **options)
+    try:
+        return open_session(found, kind=kind, orphan_ttl_s=orphan_ttl_s, stop_at_exit=stop_at_exit)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            kill_supervisor(found.pid)
+        keys.remove_folder(keys.runtime_folder() / name)
+        raise
+
+
 def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Session:
     """Start the ranks of a supervisor without any, and return its session. Waits until their process group is ready.
 
@@ -143,6 +183,8 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Se
         StartError: they did not start; nothing is left running.
     """
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
+    if note := device_note(session.info, 0 if spec.on else count_gpus()):
+        background_output_of(session).notify(grid.ranks, note)
     return session
 
 
@@ -156,8 +198,9 @@ def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: S
         StartError: it did not start.
     """
     fork_server_socket = str(keys.runtime_folder() / fork_from.name / "h0-fork.sock") if fork_from is not None else None
-    found = launch_supervisor(name, light=not torch, fork_server_socket=fork_server_socket)
-    return open_session(found, kind="script", orphan_ttl_s=orphan_ttl_s)
+    return launch_session(
+        name, light=not torch, fork_server_socket=fork_server_socket, kind="script", orphan_ttl_s=orphan_ttl_s
+    )
 
 
 def start_prewarmed(
@@ -190,6 +233,7 @@ def make_spec(
     grid: MeshAxes,
     *,
     engine: str | None = None,
+    on: str | None = None,
     num_hosts: int = 1,
     start_method: str | None = None,
     device: str | None = None,
@@ -202,7 +246,7 @@ def make_spec(
 
     Raises:
         UsageError: the engine, start method or device does not exist.
-        StartError: more hosts than ranks, or more CUDA ranks than GPUs.
+        StartError: more hosts than ranks, or CUDA ranks without a GPU.
     """
     defaults = read_defaults()
     engine, device = engine or defaults.engine, device or defaults.device
@@ -214,16 +258,24 @@ def make_spec(
     ):
         if value not in known:
             raise UsageError(f"there is no {what} {value!r}; known: {', '.join(known)}")
-    if device == "cuda" and (num_gpus := count_gpus()) < grid.size:
-        raise StartError(
-            f"{grid.size} ranks on cuda need {grid.size} GPUs, and {num_gpus} are visible here; ask for fewer ranks, "
-            "or for device cpu"
+    if (engine == "local") != (not on):
+        raise UsageError(
+            f"the engine {engine} runs on this machine only, and on={on!r} is asked for; leave one of them out"
+            if on
+            else f"the engine {engine} needs to know its machines: --on {engine}://gpu1,gpu2"
+        )
+    if device == "cuda" and not on and not count_gpus():
+        raise StartError("cuda is asked for, and no GPU is visible here; ask for device cpu, or see meshbook doctor")
+    if defaults.log_mb < 1:
+        raise UsageError(
+            f"log_mb = {defaults.log_mb}: each machine keeps at least 1 MB of output; write 256, for example"
         )
     if not 1 <= num_hosts <= grid.size:
         raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
     return messages.MeshSpec(
         axes=grid.axes,
         engine=engine,
+        on=on or "",
         num_hosts=num_hosts,
         start_method=start_method,  # type: ignore[arg-type]
         device=device,  # type: ignore[arg-type]
@@ -231,7 +283,9 @@ def make_spec(
         torch=torch,
         env=dict(env or {}),
         cwd=os.getcwd(),
+        argv=script.argv,
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
+        log_bytes=defaults.log_mb << 20,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
 

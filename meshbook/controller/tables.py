@@ -112,6 +112,11 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
             + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
             + "%mesh heal makes the mesh whole again."
         )
+    if broken := [rank.rank for rank in ranks if rank.problem]:
+        notes.append(f"%mesh heal {format_ranks(broken)} has new processes where a GPU cannot be used any more.")
+    if info.spares:
+        num_ready = sum(spare.state == "ready" for spare in info.spares)
+        notes.append(f"Spares: {len(info.spares)}, of which {num_ready} ready (%mesh spare).")
     heading = (
         f"Mesh {info.name}: {describe_size(info.spec)}, {_describe_process_group(info)}, "
         f"up {format_age(now - info.started_at)}, {_pluralize(info.cells_run, 'cell')} run."
@@ -141,6 +146,8 @@ def describe_activity(rank: RankInfo) -> list[str]:
         parts.append(rank.exit)
     elif rank.state in ("busy", "silent") and rank.cell:
         parts.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
+    if rank.problem:
+        parts.append(rank.problem)
     return parts
 
 
@@ -168,6 +175,8 @@ def describe_size(spec: MeshSpec) -> str:
     text = _pluralize(axes.size, "rank")
     if axes.names != ("rank",):
         text += f" ({', '.join(f'{name}={size}' for name, size in axes.axes.items())})"
+    if spec.on:
+        return f"{text} on {_pluralize(spec.num_hosts, 'machine')}"
     return text + (f" on {spec.num_hosts} simulated hosts" if spec.num_hosts > 1 else "")
 
 
@@ -176,6 +185,7 @@ def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) 
     if not entries:
         return Table("No cell has run on this mesh.")
     now = time.time() if now is None else now
+    by_others = len({entry.by for entry in entries}) > 1
     rows = []
     for entry in entries:
         seconds = now - entry.started_at if entry.seconds is None else entry.seconds
@@ -184,13 +194,14 @@ def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) 
                 "" if entry.number is None else str(entry.number),
                 time.strftime("%H:%M:%S", time.localtime(entry.started_at)),
                 format_seconds(seconds) + (" so far" if entry.seconds is None else ""),
-                format_ranks(entry.ranks),
+                format_ranks(entry.ranks) if entry.ranks else "",
                 entry.status + (", setup" if entry.setup else ""),
                 _describe_kept(entry.num_lines),
+                entry.by if by_others else "",
                 first_line(entry.source),
             )
         )
-    return Table("", ("cell", "began", "took", "ranks", "ended", "output", "source"), tuple(rows))
+    return Table("", ("cell", "began", "took", "ranks", "ended", "output", "by", "source"), tuple(rows))
 
 
 def _describe_kept(num_lines: int | None) -> str:

@@ -19,10 +19,11 @@ class ValueTransfer:
 
     Args:
         persistent_id: returns the pickling key of an object that the ranks replace by their own; None for others.
+        has_other_machines: returns whether ranks are on machines where they cannot write into this process's memory.
     """
 
-    def __init__(self, persistent_id: Callable[[Any], str | None]) -> None:
-        self._persistent_id = persistent_id
+    def __init__(self, persistent_id: Callable[[Any], str | None], *, has_other_machines: Callable[[], bool]) -> None:
+        self._persistent_id, self._has_other_machines = persistent_id, has_other_machines
         self._pool = SegmentPool()
         self._reader = SegmentReader()
         self._unused_refs: deque[str] = deque()
@@ -35,8 +36,8 @@ class ValueTransfer:
         return pickling.load(payload, reader=self._reader)
 
     def allocate_buffer(self, nbytes: int) -> ReceiveBuffer | None:
-        """Return a buffer that ranks write into and that can back a value here."""
-        return self._pool.receive_buffer(nbytes)
+        """Return a buffer that ranks write into and that can back a value here; None: their parts are to be sent."""
+        return None if self._has_other_machines() else self._pool.receive_buffer(nbytes)
 
     def discard_ref(self, ref: str) -> None:
         """Queue a reference that is unused here for release. Called by finalizers, which may run inside a send."""

@@ -18,13 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.recording import REPLAY_COMMAND
+from meshbook.controller.running_debugger import find_running, stop_foreground
 from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.dashboard import view
 from meshbook.dashboard.charts import Message
 from meshbook.dashboard.view import UpdateEncoder
 from meshbook.errors import MeshbookError
-from meshbook.ids import name_ranks
+from meshbook.ids import Ranks, format_ranks, name_ranks
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -184,6 +186,7 @@ class DashboardHub:
     def _updates_for(self, client: DashboardClient, snapshot: MeshSnapshot, now: float) -> list[Message]:
         is_busy = bool(snapshot.calls)
         client.encoder.has_actors = self._has_actors()
+        client.encoder.replay_command = self._session.extras.get(REPLAY_COMMAND, "")
         is_new = now - client.joined_at < _STARTUP_S
         interval = 1.0 if is_new else FULL_UPDATE_S * (1 if len(client.mesh.ranks) <= _SMALL_MESH_RANKS else 6)
         resend = client.resends and (is_busy or is_new) and now - client.full_update_at >= interval
@@ -245,6 +248,14 @@ class DashboardHub:
             log.debug("an audience is gone: %r", error)
             self.remove_client(client)
 
+    def _debug(self, ranks: Ranks) -> str:
+        """Stop what ranks run in the debugger if its prompt is below a cell of this process; else say how to."""
+        call = find_running(self._session, ranks)
+        if self._session.foreground.prompting_call == call.call:
+            return stop_foreground(self._session, call, ranks)
+        words = f"{self._session.name} {format_ranks(ranks)}"
+        return f"{call.label or 'what runs'} cannot ask for commands from here; in a terminal: meshbook debug {words}"
+
     def _has_actors(self) -> bool:
         if "meshbook.actors.procs" not in sys.modules:
             return False  # this program has no actors; avoids the import
@@ -295,6 +306,10 @@ class DashboardHub:
                 return [view.logs_message(rank, mesh.logs(rank, _LOG_BYTES), _LOG_BYTES)]
             case "actors":
                 return [view.actors_message(self._fetch_actors(), mesh.ranks)]
+            case "debug":
+                ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
+                if ranks:
+                    return [{"kind": "reply", "text": self._debug(ranks)}]
             case "interrupt":
                 ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
                 if ranks:

@@ -59,6 +59,7 @@ class UpdateEncoder:
         axes: their axes; None: the mesh's own.
         followed: ranks whose own curves are drawn.
         open_panel: the panel that is open, as far as is known.
+        replay_command: replays the last failure that was recorded, in a terminal; "" without one.
         has_actors: whether the mesh has, or had, actors; if so, they get a panel.
     """
 
@@ -67,6 +68,7 @@ class UpdateEncoder:
         self.followed: Ranks = ()
         self.open_panel = ""
         self.has_actors = False
+        self.replay_command = ""
         self._sent_layout: Message = {}
         self._sent_tiles: dict[int, tuple[RankStatus, dict[str, Any]]] = {}
         self._memory_scale = 0  # bytes of a full memory bar, without GPUs
@@ -151,6 +153,7 @@ class UpdateEncoder:
             "backend": snapshot.backend or "",
             "ended": snapshot.ended or "",
             "actors": self.has_actors,
+            "replay": self.replay_command,
         }
 
     def _changed_columns(self, snapshot: MeshSnapshot) -> dict[str, list[list[Any]]]:

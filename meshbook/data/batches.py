@@ -7,9 +7,10 @@ Tables are recognised by their type's module: none of these packages is imported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshbook.data.async_batches import AsyncBatches
 from meshbook.errors import PlacementError, TransferError, UsageError
 from meshbook.placement import shard_spans
 
@@ -17,7 +18,7 @@ _NUMERIC_KINDS = "biufc"  # NumPy dtype kinds that a tensor can hold: bool, ints
 
 
 def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
-    """Iterate over the batches of an iterable; for one table, array or nested batch, over `batch_size` rows at a time.
+    """Iterate over the batches of an iterable, async or not; or over `batch_size` rows of one table, array or batch.
 
     Raises:
         UsageError: a single object without `batch_size`, or `batch_size` for a source that yields batches.
@@ -35,6 +36,8 @@ def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
         return _iterate_rows(normalize(source), batch_size)
     if batch_size is not None:
         raise UsageError(f"a {type(source).__name__} comes in batches of its own; leave batch_size out")
+    if isinstance(source, AsyncIterable):
+        return AsyncBatches(source)
     if not isinstance(source, Iterable):
         raise UsageError(f"a {type(source).__name__} is neither batches nor a table; feed a DataLoader, a generator…")
     return iter(source)

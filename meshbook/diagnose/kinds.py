@@ -117,6 +117,11 @@ KINDS: Final[dict[str, FindingKind]] = {
         "call while it waits. Or do not wait there, and send the answer later through a port.",
     ),
     # ---- a rank waits for something outside the process groups
+    "starved": FindingKind(
+        75,
+        "The rank gets no processor: its machine is overloaded, or its container's share is used up.",
+        "Wait, and look with top on its machine what else runs there; fewer ranks or threads per machine need less.",
+    ),
     "gil-kept": FindingKind(
         74,
         "A C call keeps the Python interpreter lock, so that no other thread of the rank can run.",
@@ -128,7 +133,7 @@ KINDS: Final[dict[str, FindingKind]] = {
         "Take the locks in the same order in both threads, or hold only one at a time.",
     ),
     "waits-for-input": FindingKind(
-        72, "A rank waits for somebody to type.", "Answer the question, or interrupt the cell."
+        72, "A rank waits for somebody to type.", "Answer at the prompt under the cell, or interrupt the cell."
     ),
     "waits-for-lock": FindingKind(
         71,

@@ -27,6 +27,10 @@ SILENT_S = 5.0
 # Seconds that a thread must have waited for the GIL before another one is reported to keep it.
 GIL_LAG_S = 1.0
 
+# The part of a look from outside for which a thread waited for a processor, from which the rank's not answering is laid
+# to that: a rank that only shares a processor with others answers meanwhile.
+STARVED_SHARE = 0.8
+
 # Libraries that wait for their own threads in C: a futex wait below their frames is work, not a lock of the user's.
 _THREAD_POOL_LIBRARIES = frozenset(("torch", "numpy", "scipy", "triton"))
 
@@ -70,7 +74,8 @@ def activity_of(snapshot: RankSnapshot) -> Activity:
         traced = " by a debugger" if process.state == "t" else ""
         return Activity(rank, "stopped", f"is stopped{traced}", at, current_op(snapshot), asleep=True)
     if snapshot.awaiting_input:
-        return Activity(rank, "waits-for-input", "waits for the answer to input()", at, asleep=True)
+        site = wait_sites.input_site(main.frames if main is not None else ())
+        return Activity(rank, site.kind, site.phrase, at, asleep=True)
     if snapshot.call is None:
         return _activity_without_call(snapshot)
     gil_holder = _gil_holder_activity(snapshot)
@@ -125,6 +130,17 @@ def _activity_without_call(snapshot: RankSnapshot) -> Activity:
             return Activity(rank, "ended", f"has ended {label}", where, asleep=True)
 
 
+def _is_starved(snapshot: RankSnapshot) -> bool:
+    """Whether a rank did not answer because a thread of it got no processor."""
+    return snapshot.source != "inside" and 0.0 < STARVED_SHARE * snapshot.looked_s <= snapshot.starved_s
+
+
+def _starved_activity(snapshot: RankSnapshot) -> Activity:
+    looked = f"{format_duration(snapshot.starved_s)} of the {format_duration(snapshot.looked_s)} of a look"
+    evidence = (f"a thread of it waited for a processor for {looked}, so what it does otherwise is not known",)
+    return Activity(snapshot.rank, "starved", "gets no processor", user_location(snapshot), evidence=evidence)
+
+
 def _silent_activity(snapshot: RankSnapshot) -> Activity:
     since = f" for {format_duration(snapshot.beat_age_s)}" if snapshot.beat_age_s is not None else ""
     evidence = (f"no stack: {sanitize_line(snapshot.problem)}",) if snapshot.problem else ()
@@ -147,6 +163,8 @@ def _activity_without_stacks(snapshot: RankSnapshot) -> Activity:
         return Activity(
             snapshot.rank, wait_sites.COLLECTIVE, f"waits in {op.op}", where, op, sure=False, evidence=evidence
         )
+    if _is_starved(snapshot):
+        return _starved_activity(snapshot)
     if snapshot.source == "none" and (snapshot.beat_age_s or 0.0) > SILENT_S:
         return _silent_activity(snapshot)
     process = snapshot.process
@@ -167,6 +185,8 @@ def _gil_holder_activity(snapshot: RankSnapshot) -> Activity | None:
     if snapshot.source != "outside" and lag < GIL_LAG_S:
         return None
     for stack in snapshot.stacks:
+        if stack.has_gil and _is_starved(snapshot):
+            return _starved_activity(snapshot)
         if stack.has_gil:
             frame = innermost_user_frame(stack.frames)
             thread = "" if stack.is_main else f" in its thread {sanitize_line(stack.name, 80)}"
@@ -215,7 +235,9 @@ def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: Sourc
     asleep = state == "S" or (not state and main.is_active is False)
     known = wait_sites.outermost_site(below)
     stack = _StackSummary(snapshot, main, where, current_op(snapshot), below, known, state, asleep)
-    return next(activity for pattern in _STACK_PATTERNS if (activity := pattern(stack)) is not None)
+    activity = next(found for pattern in _STACK_PATTERNS if (found := pattern(stack)) is not None)
+    # A wait that its frames show is one, whichever of its threads gets no processor.
+    return _starved_activity(snapshot) if known is None and activity.op is None and _is_starved(snapshot) else activity
 
 
 def _in_backward(stack: _StackSummary) -> Activity | None:

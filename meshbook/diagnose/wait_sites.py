@@ -193,6 +193,12 @@ def outermost_site(frames: Iterable[Frame]) -> tuple[WaitSite, Frame] | None:
     return None
 
 
+def input_site(frames: Iterable[Frame]) -> WaitSite:
+    """Return what a thread does that waits for somebody to type: input(), or the debugger."""
+    is_debugger = any(wait_site_of(frame.file, frame.function) is _DEBUGGER for frame in frames)
+    return _DEBUGGER if is_debugger else _INPUT
+
+
 def is_forming_group(frames: Iterable[Frame]) -> bool:
     """Whether these frames create a process group; some groups connect only at their first use."""
     return any(site is _FORMING_GROUP for frame in frames if (site := wait_site_of(frame.file, frame.function)))

@@ -314,8 +314,8 @@ def _enforce_limit(queues: Sequence[SourceQueue], now: float) -> None:
     Ranks that run the same code overflow alike, so the same range is dropped from all queues that are rather full. What
     follows the gap then stays aligned.
     """
-    fullest = max(queues, key=lambda queue: queue.num_chars)
-    if not fullest.is_too_full:
+    fullest = max(queues, key=lambda queue: queue.num_chars, default=None)
+    if fullest is None or not fullest.is_too_full:
         return
     offset, count = fullest.truncation_range()
     for queue in queues:

@@ -8,11 +8,13 @@ object's own HTML representation.
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from meshbook.errors import Failure, Released
+from meshbook.fold.device_errors import dead_context_note
 from meshbook.fold.numbers import ANSI_ESCAPE, fold_texts
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire.messages import Line, OutcomeGroup, Preview
@@ -94,6 +96,8 @@ def render_errors(
             f"{_BOLD}{whose}:{_RESET} {sanitize(title)}" if colour else f"{whose}: {sanitize(title, colour=False)}"
         )
         lines.extend(sanitize(entry, colour=colour) for entry in failure.traceback)
+        if note := dead_context_note(failure.ranks, failure.evalue):
+            lines.append(note)
     if released:
         lines.append(render_released(released))
     if succeeded:
@@ -176,7 +180,7 @@ def _distinct_values(parts: Iterable[OutcomeGroup]) -> list[_DistinctValue]:
         if part.outcome.status != "ok" or part.outcome.value is None:
             continue
         preview = part.outcome.value.preview
-        appearance = (preview.type, preview.text, preview.html, _image_html(preview))
+        appearance = (preview.type, _preview_text(preview), preview.html, _image_html(preview))
         by_appearance.setdefault(appearance, {}).setdefault(preview.digest, []).append((part.ranks, preview))
     values: list[_DistinctValue] = []
     for by_digest in by_appearance.values():
@@ -196,8 +200,15 @@ def _image_html(preview: Preview) -> str | None:
     return None
 
 
+def _preview_text(preview: Preview) -> str:
+    """Return a value's text; of a display of JSON the JSON itself, because its text is the same for all contents."""
+    if preview.html is None and "application/json" in preview.data:
+        return json.dumps(preview.data["application/json"], ensure_ascii=False)
+    return preview.text
+
+
 def _value_text(value: _DistinctValue, colour: bool) -> str:
-    text = sanitize(value.preview.text, colour=colour)
+    text = sanitize(_preview_text(value.preview), colour=colour)
     return text if value.identical else f"{text}  {_dim('(the ranks differ in what is not shown)', colour)}"
 
 

@@ -21,19 +21,29 @@ import zmq
 
 from meshbook.errors import describe_exit
 from meshbook.host import instructions as do
+from meshbook.host.arriving_values import ArrivingValues
 from meshbook.host.launcher import RankLauncher, kill_unwanted
 from meshbook.host.ledger import HostLedger
+from meshbook.host.log_keeper import LogKeeper
 from meshbook.host.logring import last_lines_of
-from meshbook.host.rank_processes import RankProcesses, read_pipes
+from meshbook.host.rank_processes import RankProcesses
 from meshbook.host.rank_record import HEARTBEAT_S, RankRecord
 from meshbook.host.rank_sockets import RankSockets
 from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
 from meshbook.host.starter import RankProcess
+from meshbook.ids import Ranks
 from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
-from meshbook.wire.process_control import ACTORS_GRACE_S
+from meshbook.wire.process_control import ACTORS_GRACE_S, kill_process_group
+from meshbook.wire.process_watch import ProcessWatch
+from meshbook.wire.remote_start import HostPlace
 
 log = logging.getLogger("meshbook.host")
+
+# Seconds between two looks whether a rank without a fork server has ended, if the system has no pidfd.
+_EXIT_POLL_S = 0.2
+# Seconds after a takeover within which fork servers report how ranks have ended.
+_EXIT_REPORTS_S = 0.5
 
 # Commands for the service threads of living ranks, which nobody waits for.
 _FORWARDED = (
@@ -42,9 +52,12 @@ _FORWARDED = (
     messages.HoldCollectives,
     messages.ResumeCollectives,
     messages.RanksLeft,
+    messages.ExitsChecked,
+    messages.WriteCheckpoint,
     messages.WriteCheckpointMetadata,
     messages.DropCheckpoint,
     messages.SetPreemptionPoint,
+    messages.LeaveDebugger,
 )
 # Commands that service threads answer.
 _QUERIES = (
@@ -52,8 +65,11 @@ _QUERIES = (
     messages.Inspect,
     messages.PreviewNames,
     messages.OpenActors,
+    messages.QuerySentinel,
     messages.QueryPositions,
     messages.QueryPreemptionPoint,
+    messages.StopInDebugger,
+    messages.OpenDebugPort,
 )
 
 
@@ -70,6 +86,7 @@ class HostAgent:
         report: Callable[[messages.HostReport], None],
         *,
         mergeable: bool = False,
+        place: HostPlace | None = None,
     ) -> None:
         """Create the agent and bind its sockets.
 
@@ -77,16 +94,18 @@ class HostAgent:
             folder: where the sockets are created; mode 0700.
             report: called with every report, from the loop.
             mergeable: other hosts' output will be folded with ours.
+            place: in a mesh of several machines; None: it is on one.
         """
         self._loop, self._host, self._report = loop, host, report
-        self.hostname = sockets.gethostname()
-        self.ledger = HostLedger(mergeable=mergeable)
+        self.hostname, self.ledger = sockets.gethostname(), HostLedger(mergeable=mergeable)
         self._todo: deque[do.Instruction] = deque()
-        self._is_carrying_out = False
-        self._processes = RankProcesses()
+        self._is_carrying_out, self._processes = False, RankProcesses(loop)
         self._on_all_exited: Callable[[], None] | None = None
         self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
-        self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self)
+        self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self, place=place)
+        self._orphans = ProcessWatch(loop, self._orphan_exited, poll_s=_EXIT_POLL_S)  # ranks without a fork server
+        self._values = ArrivingValues(self.ledger, report)
+        self._logs = LogKeeper(loop, folder, host, report, mergeable=mergeable)
         self._snapshots = SnapshotCollector(
             loop, self.hostname, lambda rank, body: self._carry_out(self.ledger.ranks[rank].to_service(body)), report
         )
@@ -102,22 +121,22 @@ class HostAgent:
         """Carry out a command. `body` is its encoding, which is forwarded to ranks unchanged."""
         ledger, now = self.ledger, self._loop.clock.monotonic()
         match command:
+            case _ if isinstance(command, self._values.COMMANDS):
+                self._carry_out(self._values.handle(command, now))
             case messages.StartRanks():
-                for rank in command.ranks:
-                    self._sockets.expect(rank, ledger.start(rank).incarnation)
-                self.launcher.start(command, {rank: ledger.ranks[rank].incarnation for rank in command.ranks})
+                for rank, incarnation in (incarnations := ledger.start(command)).items():
+                    self._sockets.expect(rank, incarnation)
+                self._logs.set_limit(command.spec.log_bytes)
+                self.launcher.start(command, incarnations)
+            case messages.PrepareSpares():
+                self.launcher.prepare_spares(command)
+                self._report_heartbeat()
             case messages.LeaveMesh():
                 self._carry_out(ledger.leave(command, now))
             case messages.TakeSnapshots():
-                targets = [
-                    _snapshot_target(ledger, ledger.ranks[rank], self._processes.get(rank), now)
-                    for rank in ledger.local(command.ranks)
-                ]
-                self._snapshots.collect(command, body, targets)
-            case messages.QueryLogs():
-                record = ledger.ranks.get(command.rank)
-                text = record.log.tail(command.limit_bytes) if record is not None else ""
-                self._report(messages.CommandReply(call=command.call, text=text))
+                self._snapshots.collect(command, body, _snapshot_targets(ledger, self._processes, command.ranks, now))
+            case _ if isinstance(command, self._logs.COMMANDS):
+                self._logs.handle(command, ledger.ranks)
             case messages.Exit():
                 self.stop(command.grace_s, lambda: None)
             case messages.Interrupt():
@@ -130,6 +149,8 @@ class HostAgent:
                 self._carry_out(ledger.reply_to_input(command, body))
             case messages.KillRanks():
                 self._carry_out(ledger.signal_ranks(command.ranks, command.signal))
+            case messages.CheckExits(ranks=ranks):
+                self._carry_out(ledger.calls.await_exits(command, ledger.local(ranks), self._processes.ending(), now))
             case _ if isinstance(command, _FORWARDED):
                 self._carry_out(ledger.forward_to_services(command.ranks, body))
             case _ if isinstance(command, _QUERIES):
@@ -144,10 +165,9 @@ class HostAgent:
         A rank whose actors are ending, and that still sends heartbeats, has ACTORS_GRACE_S more.
         """
         self._on_all_exited = on_stopped
-        spare = do.SetAlarm(grace_s, lambda now: self.ledger.kill_all(now, spare_actors=True))
-        self._carry_out(
-            [*self.ledger.request_exit(), spare, do.SetAlarm(grace_s + ACTORS_GRACE_S, self.ledger.kill_all)]
-        )
+        kill_others = do.SetAlarm(grace_s, lambda now: self.ledger.kill_all(now, spare_actors=True))
+        kill_all = do.SetAlarm(grace_s + ACTORS_GRACE_S, self.ledger.kill_all)
+        self._carry_out([*self.ledger.request_exit(), kill_others, kill_all])
         self._check_all_exited()
 
     def _check_all_exited(self) -> None:
@@ -157,11 +177,28 @@ class HostAgent:
             self.launcher.close()
             callback()
 
+    def take_over(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Go on in a process that was forked from the agent's, which has ended."""
+        self._sockets.reopen(context)
+        for part in (self._logs, self._snapshots, self.launcher):
+            part.take_over()
+        self._loop.call_later(_EXIT_REPORTS_S, self._find_exits, logged=False)
+
+    def _find_exits(self) -> None:
+        """Report ranks whose exits were reported to the process that has ended, or that nobody will report."""
+        self._loop.diverge()
+        for pid in self._processes.ended_pids(with_zombies=not self.launcher.reports_zombies):
+            self.process_exited(pid, None)
+
+    def notify(self, notice: messages.Notice) -> None:
+        """Show a notice of the mesh once: in the running calls, else in the next one."""
+        self._carry_out(self.ledger.notices.add_once(self.ledger.living(), notice, self._loop.clock.monotonic()))
+
     def close(self) -> None:
         """Close the sockets. Call after `stop`."""
         self._heartbeat_timer.cancel()
-        self._snapshots.close()
-        self._sockets.close()
+        for part in (self._snapshots, self._sockets, self._values, self._logs):
+            part.close()
 
     # ---- instructions
 
@@ -189,19 +226,18 @@ class HostAgent:
             case do.SendService(rank, body):
                 self._sockets.send_service(rank, body)
             case do.SendReport(report):
+                self._values.take_note(report)
                 self._report(report)
+            case do.KeepOutput():
+                self._logs.keep(instruction)
             case do.SetAlarm(after_s, action):
                 self._loop.call_later(after_s, lambda: self._carry_out(action(self._loop.clock.monotonic())))
             case do.SignalRank(rank, number):
                 self._processes.signal(rank, number)
             case do.ContinueStopped(ranks, report):
-                continued = tuple(rank for rank in ranks if self._processes.state(rank) == "T")
-                for rank in continued:
-                    self._processes.signal(rank, signal.SIGCONT)
-                self._carry_out(report(continued))
-            case do.InspectStuck(ranks):
-                states = {rank: self._processes.state(rank) for rank in ranks}
-                self._carry_out(self.ledger.stops.stuck(states, self._loop.clock.monotonic()))
+                self._carry_out(report(self._processes.continue_stopped(ranks)))
+            case do.InspectProcesses(ranks, report):
+                self._carry_out(report(self._processes.look(ranks)))
             case do.SendHeartbeat():
                 self._report_heartbeat()
 
@@ -215,20 +251,21 @@ class HostAgent:
                 self._carry_out(ledger.rank_finished(message, now))
             case messages.RankOutput():
                 self._carry_out(ledger.output_received(message, now))
+            case messages.RankReady(rank=rank, pid=pid) if ledger.ranks[rank].exit_reason is not None:
+                self._processes.kill(pid)  # the fork server was killed before it reported it
             case messages.RankReady():
                 self._carry_out(ledger.socket_ready(message.rank, work=is_work, device=message.device, now=now))
             case messages.RankReply():
                 self._carry_out(ledger.rank_replied(message, now))
             case messages.RankHeartbeat():
                 self._carry_out(ledger.heartbeat_received(message, now))
-                if message.metrics is not None:
-                    self._snapshots.add_metrics(message.metrics)
-            case messages.RankInputRequest(call=call, rank=rank, prompt=prompt, password=password):
-                request = messages.InputRequest(call=call, rank=rank, prompt=prompt, password=password)
-                self._carry_out([*ledger.calls.flush_before_prompt(call, now), do.SendReport(request)])
+                self.launcher.spares.learn(message.modules)
+                self._snapshots.add_metrics(message.metrics)
+            case messages.RankInputRequest(call=call, rank=rank, prompt=prompt, password=password, stop=stop):
+                self._carry_out(ledger.calls.prompt(messages.InputRequest(call, rank, prompt, password, stop), now))
             case messages.RankSnapshotReply():
                 self._snapshots.reply_received(message)
-            case messages.CheckpointWritten():
+            case messages.CheckpointWritten() | messages.TransportFailed():
                 self._report(message)
             case messages.RankTerminating(rank=rank):
                 self._report(messages.TerminationRequested((rank,)))
@@ -250,9 +287,9 @@ class HostAgent:
         self._carry_out(self.ledger.calls.report_progress(now))
 
     def _report_heartbeat(self) -> None:
-        now = self._loop.clock.monotonic()
-        ranks = tuple(self.ledger.rank_info(record, self.hostname, now) for record in self.ledger.ranks.values())
-        self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=self._snapshots.drain_metrics()))
+        ranks = self.ledger.rank_infos(self.hostname, self._loop.clock.monotonic())
+        metrics, spares = self._snapshots.drain_metrics(), self.launcher.spares.infos()
+        self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=metrics, spares=spares))
 
     # ---- processes: what the launcher reports
 
@@ -263,8 +300,7 @@ class HostAgent:
             return
         record.pid = process.pid
         self._processes.add(rank, process)
-        if self.launcher.fork_unsafe_notice is not None:
-            record.pending_notices.append(self.launcher.fork_unsafe_notice)
+        record.pending_notices += self.launcher.notices
         self._snapshots.rank_started(rank)
 
     def start_failed(self, reason: str) -> None:
@@ -273,57 +309,51 @@ class HostAgent:
         for record in self.ledger.living():
             if record.pid is None:
                 record.exit_reason = f"could not be started: {reason}"
-                exited = messages.RankExited(
-                    rank=record.rank,
-                    pid=0,
-                    exit_code=None,
-                    signal=None,
-                    host=self.hostname,
-                    last_lines=(),
-                    last_collective=None,
-                    cause=record.exit_reason,
-                )
-                self._report(exited)
+                self._report(_never_started(record, self.hostname))
                 self._carry_out(self.ledger.rank_lost(record.rank, self._loop.clock.monotonic()))
         self._check_all_exited()
 
     def fork_server_terminating(self) -> None:
         self._report(messages.TerminationRequested(self.ledger.living_ranks))
 
-    def fork_server_exited(self, cause: str) -> None:
-        # all exits before any conclusion: a call that ends with the first of them must not call the others alive
-        self._conclude_exits([self._take_exit(pid, signal.SIGKILL, cause) for pid in self._processes.kill_groups()])
+    def fork_server_exited(self, reason: str) -> None:
+        """Watch the ranks that were forked from it, whose exits it reports no more."""
+        text = f"the fork server {reason}; its ranks go on, and the next rank that starts gets a new one"
+        for record in self.ledger.living():
+            if record.pid is not None:
+                record.pending_notices.append(messages.Notice(text))
+                self._orphans.watch(record.pid, record.pid)
 
-    def process_exited(self, pid: int, status: int) -> None:
-        """Handle the exit of a rank's process; `status` as returned by waitpid."""
-        self._conclude_exits([self._take_exit(pid, status)])
+    def _orphan_exited(self, pid: int) -> None:
+        self._orphans.forget(pid)
+        kill_process_group(pid)
+        self.process_exited(pid, None)
 
-    def _take_exit(self, pid: int, status: int, cause: str | None = None) -> messages.RankExited | None:
-        """Return the report of how a rank's process has ended; None if it is no rank's.
+    def process_exited(self, pid: int, status: int | None) -> None:
+        """Handle the exit of a rank's process; `status` as returned by waitpid, None: not known."""
+        if (found := self._processes.pop(pid)) is None:
+            return
+        exited = self._describe_exit(self.ledger.ranks[found[0]], found[1], status)
+        if self._on_all_exited is None:  # not being stopped
+            self._report(exited)
+        self._carry_out(self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic()))
+        self._check_all_exited()
 
-        Args:
-            cause: what ended it, if known; then `status` has no meaning.
-        """
-        found = self._processes.pop(pid)
-        if found is None:
-            return None
-        record, process = self.ledger.ranks[found[0]], found[1]
-        if record.is_preempted and cause is None:
-            cause = "left (SIGTERM)"
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
-        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None
-        oom_killed = number == signal.SIGKILL and not record.is_killed_by_us and self._snapshots.has_recent_oom_kill()
+    def _describe_exit(self, record: RankRecord, process: RankProcess, status: int | None) -> messages.RankExited:
+        """Handle all that a rank has sent before its exit, and return the report of how it ended."""
+        cause, number, code = _interpret_status(record, status)
+        may_be_oom = (number == signal.SIGKILL or status is None) and not record.is_killed_by_us
+        oom_killed = may_be_oom and self._snapshots.has_recent_oom_kill()
         record.exit_reason = cause or describe_exit(number, code)
         if oom_killed:
             record.exit_reason += " because the host ran out of memory"
         self._sockets.drain(len(self.ledger.ranks))
         self._sockets.forget(record.rank)
-        now = self._loop.clock.monotonic()
-        self._carry_out(self.ledger.finish_pending(record.rank, now))  # it ended before its last output arrived
+        self._carry_out(self.ledger.finish_pending(record.rank, self._loop.clock.monotonic()))
         unread_output = self._read_pipes(record.rank, process)
         exited = messages.RankExited(
             rank=record.rank,
-            pid=pid,
+            pid=process.pid,
             exit_code=code,
             signal=number,
             host=self.hostname,
@@ -333,27 +363,37 @@ class HostAgent:
             cause=cause,
         )
         process.close()
+        self._values.remove_rank(record.rank)
         self._snapshots.rank_exited(exited)
         return exited
 
-    def _conclude_exits(self, found: list[messages.RankExited | None]) -> None:
-        """Report exits of the same moment, and have the calls go on without these ranks."""
-        exits = tuple(exited for exited in found if exited is not None)
-        if exits and self._on_all_exited is None:  # not being stopped
-            self._report(messages.RanksExited(exits) if len(exits) > 1 else exits[0])
-        for exited in exits:
-            self._carry_out(self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic()))
-            self._check_all_exited()
-
     def _read_pipes(self, rank: int, process: RankProcess) -> str:
         """Fold the unread output of a rank; return it."""
-        texts = read_pipes(process)
+        texts = self._processes.read_pipes(process)
         for text in texts:
             self._carry_out(self.ledger.text_read(rank, text, self._loop.clock.monotonic()))
         return "".join(text.text for text in texts)
 
 
-def _snapshot_target(ledger: HostLedger, record: RankRecord, process: RankProcess | None, now: float) -> SnapshotTarget:
+def _interpret_status(record: RankRecord, status: int | None) -> tuple[str | None, int | None, int | None]:
+    """Return how a process has ended: a phrase, or the number of a signal, or an exit code."""
+    if record.is_preempted:
+        return "left (SIGTERM)", None, None
+    if status is not None:
+        return (None, os.WTERMSIG(status), None) if os.WIFSIGNALED(status) else (None, None, os.WEXITSTATUS(status))
+    if record.is_killed_by_us:
+        return None, int(signal.SIGKILL), None
+    return "ended; its exit status was lost with the fork server", None, None
+
+
+def _snapshot_targets(ledger: HostLedger, processes: RankProcesses, ranks: Ranks, now: float) -> list[SnapshotTarget]:
+    return [
+        _snapshot_target(ledger, ledger.ranks[rank], processes.last_collective(rank), now)
+        for rank in ledger.local(ranks)
+    ]
+
+
+def _snapshot_target(ledger: HostLedger, record: RankRecord, last_collective: str | None, now: float) -> SnapshotTarget:
     running = record.running
     pending = ledger.calls.get(None if running is None else running.call)
     return SnapshotTarget(
@@ -365,5 +405,18 @@ def _snapshot_target(ledger: HostLedger, record: RankRecord, process: RankProces
         label=ledger.label_of_running(record),
         is_cell=pending is not None and isinstance(pending.command, messages.RunCell),
         running_s=None if running is None else now - record.running_since,
-        last_collective=None if process is None else process.crash_log.read_note(),
+        last_collective=last_collective,
+    )
+
+
+def _never_started(record: RankRecord, hostname: str) -> messages.RankExited:
+    return messages.RankExited(
+        rank=record.rank,
+        pid=0,
+        exit_code=None,
+        signal=None,
+        host=hostname,
+        last_lines=(),
+        last_collective=None,
+        cause=record.exit_reason,
     )

@@ -96,6 +96,12 @@ class Nvml:
             utilization = None
         return GpuSample(int(memory.used), int(memory.total), utilization)
 
+    def name(self, uuid: str) -> str:
+        return str(self._library.nvmlDeviceGetName(self._library.nvmlDeviceGetHandleByUUID(uuid)))
+
+    def driver_version(self) -> str:
+        return str(self._library.nvmlSystemGetDriverVersion())
+
     def count(self) -> int:
         """Return the number of devices that this process may use.
 
@@ -109,13 +115,21 @@ class Nvml:
         return [str(self._library.nvmlDeviceGetUUID(handle)) for handle in handles]
 
 
-def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """Return the number of NVIDIA GPUs that ranks of this process would see, 0 without a driver.
+# What hides GPUs from ROCm, in the order in which it is applied: the first that is set decides here.
+_AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
-    CUDA_VISIBLE_DEVICES is applied as CUDA applies it. Takes milliseconds, and does not initialise CUDA.
+
+def count_gpus(
+    proc: Path = Path("/proc/driver/nvidia/gpus"), kfd: Path = Path("/sys/class/kfd/kfd/topology/nodes")
+) -> int:
+    """Return the number of GPUs that ranks of this process would see, NVIDIA's or else AMD's; 0 without a driver.
+
+    CUDA_VISIBLE_DEVICES is applied as CUDA applies it, or ROCm, for which "cuda" is torch's name too. Takes
+    milliseconds, and does not initialise CUDA.
 
     Args:
-        proc: the driver's folder with one folder per GPU.
+        proc: NVIDIA's folder with one folder per GPU.
+        kfd: AMD's folder with one folder per processor, of which CPUs have the GPU number 0.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -123,7 +137,8 @@ def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     except OSError:
         num_listed = 0
     if not num_listed and not os.path.exists("/dev/dxg"):  # in WSL the driver is Windows' own
-        return 0
+        visible = next((os.environ[name] for name in _AMD_VISIBLE if name in os.environ), None)
+        return num_visible(_count_amd(kfd), lambda: [], visible)
     nvml = Nvml.load()
     if nvml is None:
         return num_visible(num_listed, lambda: [], visible)
@@ -131,6 +146,17 @@ def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
         return num_visible(nvml.count(), nvml.uuids, visible)
     except Exception:  # a GPU that has fallen off the bus
         return num_visible(num_listed, lambda: [], visible)
+
+
+def _count_amd(kfd: Path) -> int:
+    """Return the number of AMD GPUs that this process may use."""
+    count = 0
+    for path in kfd.glob("*/gpu_id"):
+        try:
+            count += path.read_text().strip() not in ("", "0")
+        except OSError:  # a container without this device
+            continue
+    return count
 
 
 def num_visible(num_gpus: int, uuids: Callable[[], list[str]], visible: str | None) -> int:

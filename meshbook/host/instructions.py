@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from meshbook.host.run_times import RunTimes
 from meshbook.ids import Ranks
 
 
@@ -36,10 +38,19 @@ class ContinueStopped(Struct, frozen=True):
     report: Callable[[Ranks], Instructions]
 
 
-class InspectStuck(Struct, frozen=True):
-    """Look at the processes' states, and call `HostLedger.stuck` with them."""
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """What the system says of a rank's process at one moment."""
+
+    state: str | None  # in the letters of /proc; None: not known
+    run_times: RunTimes | None
+
+
+class InspectProcesses(Struct, frozen=True):
+    """Look at the ranks' processes, and carry out what `report` returns for that."""
 
     ranks: Ranks
+    report: Callable[[Mapping[int, ProcessLook]], Instructions]
 
 
 class SendReport(Struct, frozen=True):
@@ -52,6 +63,14 @@ class SendHeartbeat(Struct, frozen=True):
     """Send the host's heartbeat now, because the reports after it rely on it."""
 
 
+class KeepOutput(Struct, frozen=True):
+    """Keep what a rank has printed, or whole lines about an event of it, for later searches."""
+
+    rank: int
+    kind: Literal["stdout", "stderr", "event"]
+    text: str
+
+
 class SetAlarm(Struct, frozen=True):
     """Call `action` with the time then, `after_s` seconds from now, and carry out what it returns."""
 
@@ -60,6 +79,14 @@ class SetAlarm(Struct, frozen=True):
 
 
 Instruction = (
-    SendWork | SendService | SignalRank | ContinueStopped | InspectStuck | SendReport | SendHeartbeat | SetAlarm
+    SendWork
+    | SendService
+    | SignalRank
+    | ContinueStopped
+    | InspectProcesses
+    | SendReport
+    | SendHeartbeat
+    | KeepOutput
+    | SetAlarm
 )
 Instructions = list[Instruction]

@@ -7,13 +7,17 @@ interrupt goes to a process whose current command is known, and never hits the n
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterable
 from typing import Any
 
-from meshbook.host.instructions import Instructions, SendReport, SendService, SendWork, SetAlarm
+from meshbook.host.instructions import Instructions, KeepOutput, SendReport, SendService, SendWork, SetAlarm
+from meshbook.host.logring import LogRing
 from meshbook.host.open_calls import OpenCalls
+from meshbook.host.pending_notices import PendingNotices
 from meshbook.host.rank_record import HEARTBEAT_S, QueuedCommand, RankRecord
+from meshbook.host.staged_commands import StagedCommands
 from meshbook.host.stop_escalation import StopEscalation
 from meshbook.ids import Ranks
 from meshbook.wire import codec, messages
@@ -24,9 +28,10 @@ from meshbook.wire.process_control import ACTORS_GRACE_S
 _QUERY_TIMEOUT_S = 1.0
 # Seconds that a rank which leaves the mesh has to end in order.
 EXIT_GRACE_S = 1.0
-# Seconds without a heartbeat (they arrive every second) before a rank counts as silent ...
+# Seconds without a heartbeat (they arrive every second) before a rank counts as silent, and is not waited for if its
+# actors are ending: on a busy machine heartbeats are seconds late, and `__cleanup__` is to be run there too ...
 _SILENT_AFTER_S = 5.0
-# ... and before its output is read for it, and a rank with actors that are ending is not waited for.
+# ... and before its output is read for it.
 _OVERDUE_AFTER_S = 2 * HEARTBEAT_S
 
 
@@ -39,6 +44,8 @@ class HostLedger:
         self.former_ranks: dict[int, RankRecord] = {}  # that have left the mesh
         self.calls = OpenCalls(mergeable=mergeable)
         self.stops = StopEscalation(self.ranks, self.calls)
+        self.notices = PendingNotices(self.calls, self._fold)
+        self.staged = StagedCommands(self.ranks, self.calls, self._dispatch_next)
 
     def local(self, ranks: Ranks) -> Ranks:
         return tuple(rank for rank in ranks if rank in self.ranks)
@@ -54,11 +61,13 @@ class HostLedger:
 
     # ---- commands
 
-    def enqueue(self, command: Any, body: bytes, now: float, *, urgent: bool = False) -> Instructions:
+    def enqueue(
+        self, command: Any, body: bytes, now: float, *, urgent: bool = False, ready: bool = True
+    ) -> Instructions:
         """Open a call of the ranks' main threads; each rank runs it when it has run what is queued before it."""
         ranks = self.local(command.ranks)
         pending = self.calls.open(command, ranks, now)
-        queued = QueuedCommand(command.call, body)
+        queued = QueuedCommand(command.call, body, is_ready=ready)
         todo: Instructions = []
         for record in map(self.ranks.__getitem__, ranks):
             if record.exit_reason is not None:
@@ -107,11 +116,13 @@ class HostLedger:
 
         return [*self.request_exit(ranks), SetAlarm(ACTORS_GRACE_S, kill)]
 
-    def start(self, rank: int) -> RankRecord:
-        """Return the record of a new process of a rank."""
-        former = self.ranks.get(rank) or self.former_ranks.pop(rank, None)
-        started = self.ranks[rank] = RankRecord(rank) if former is None else former.successor()
-        return started
+    def start(self, command: messages.StartRanks) -> dict[int, int]:
+        """Make the records of new processes; return how many processes each of these ranks had before, on any host."""
+        incarnations = dict(zip(command.ranks, command.incarnations or itertools.repeat(0), strict=False))
+        for rank, incarnation in incarnations.items():
+            former = self.ranks.get(rank) or self.former_ranks.pop(rank, None)
+            self.ranks[rank] = RankRecord(rank, incarnation, log=LogRing() if former is None else former.log)
+        return incarnations
 
     def leave(self, command: messages.LeaveMesh, now: float) -> Instructions:
         """End ranks and forget them; the call ends with the last of their processes."""
@@ -159,7 +170,7 @@ class HostLedger:
         return [
             instruction
             for record in self.living(ranks)
-            if not (spare_actors and record.has_actors and not record.is_heartbeat_older(_OVERDUE_AFTER_S, now))
+            if not (spare_actors and record.has_actors and not record.is_heartbeat_older(_SILENT_AFTER_S, now))
             for instruction in record.to_signal(signal.SIGKILL)
         ]
 
@@ -197,9 +208,7 @@ class HostLedger:
         if message.last_output_seq > record.num_outputs:
             record.pending_finish = message
             return []
-        todo: Instructions = []
-        if message.released_segments:
-            todo.append(SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments)))
+        todo = _report_released(message)
         if message.items:
             todo += self._fold(record, message.call, message.items, now)
         if record.running is not None and record.running.call == message.call:
@@ -210,6 +219,9 @@ class HostLedger:
         todo += self.calls.finish_rank(message.call, message.rank, message.outcome, now)
         if message.outcome.status != "ok":
             todo += self.calls.failed_on(message.call)
+        if message.outcome.status == "error" and (error := message.outcome.error) is not None:
+            text = "\n".join(error.traceback) or f"{error.ename}: {error.evalue}"
+            todo.append(KeepOutput(message.rank, "event", text))
         return todo + self._dispatch_next(record, now)
 
     def finish_pending(self, rank: int, now: float) -> Instructions:
@@ -231,15 +243,7 @@ class HostLedger:
     def heartbeat_received(self, message: messages.RankHeartbeat, now: float) -> Instructions:
         record = self.ranks[message.rank]
         record.heartbeat, record.heartbeat_at = message, now
-        todo: Instructions = []
-        if message.released_segments:
-            todo.append(SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments)))
-        finish = record.pending_finish
-        if finish is not None and finish.last_output_seq <= message.num_outputs:
-            # Messages of a connection arrive in order: what was sent before this one and is not here is lost.
-            lost = messages.Notice("a part of this rank's output was lost with a connection that has broken")
-            todo += self._fold(record, finish.call, (lost,), now) + self.finish_pending(record.rank, now)
-        return todo
+        return _report_released(message)
 
     def service_failed(self, message: messages.ServiceFailed, now: float) -> Instructions:
         """Report the error in the output of the running call, or of the next one; put the traceback into the log."""
@@ -248,8 +252,7 @@ class HostLedger:
         text = (
             f"an error in Meshbook's own thread on this rank, {message.activity}: {message.error}. The rank goes on; "
         )
-        record.pending_notices.append(messages.Notice(text + "the traceback is in %mesh logs"))
-        return [] if record.running is None else self._fold_pending_notices(record, record.running, now)
+        return self.notices.add(record, messages.Notice(text + "the traceback is in %mesh logs"), now)
 
     def text_read(self, rank: int, text: messages.Text, now: float) -> Instructions:
         """Text was read from the rank's pipes, because it cannot send it: it belongs to the command that ran last."""
@@ -262,7 +265,7 @@ class HostLedger:
         record = self.ranks[rank]
         record.running = None
         record.queue.clear()
-        todo: Instructions = []
+        todo: Instructions = [KeepOutput(rank, "event", f"rank {rank} {record.exit_reason}")]
         for pending in self.calls.of_rank(rank):
             pending.record(rank, record.lost_outcome())
             todo += self.calls.finish_if_complete(pending, now)
@@ -275,6 +278,9 @@ class HostLedger:
     def overdue_ranks(self, now: float) -> list[RankRecord]:
         """Ranks whose heartbeat is overdue: C code that keeps the GIL would block on a full pipe for ever."""
         return [record for record in self.living() if record.is_heartbeat_older(_OVERDUE_AFTER_S, now)]
+
+    def rank_infos(self, hostname: str, now: float) -> tuple[messages.RankInfo, ...]:
+        return tuple(self.rank_info(record, hostname, now) for record in self.ranks.values())
 
     def rank_info(self, record: RankRecord, hostname: str, now: float) -> messages.RankInfo:
         state, running, beat = "idle" if record.running is None else "busy", record.running, record.heartbeat
@@ -307,26 +313,30 @@ class HostLedger:
     # ---- helpers
 
     def _dispatch_next(self, record: RankRecord, now: float) -> Instructions:
-        if record.running is not None or not record.queue or not record.work_ready or record.exit_reason is not None:
+        is_free = record.running is None and record.work_ready and record.exit_reason is None
+        if not is_free or not record.queue or not record.queue[0].is_ready:
             return []
         record.running = record.queue.popleft()
         record.last_call = record.running.call
         record.running_since = now
-        return [SendWork(record.rank, record.running.body), *self._fold_pending_notices(record, record.running, now)]
+        return [SendWork(record.rank, record.running.body), *self.notices.show(record, record.running, now)]
 
     def _fold(
         self, record: RankRecord, call: str | None, items: tuple[messages.OutputItem, ...], now: float
     ) -> Instructions:
+        todo: Instructions = []
         for item in items:
             if isinstance(item, messages.Text):
                 record.log.append(item.text)
+                todo.append(KeepOutput(record.rank, item.stream, item.text))
+            elif isinstance(item, messages.Notice):
+                todo.append(KeepOutput(record.rank, "event", item.text))
         if call is None:
-            return []
-        return self.calls.feed(call, record.rank, items, (living.rank for living in self.living()), now)
+            return todo
+        return todo + self.calls.feed(call, record.rank, items, (living.rank for living in self.living()), now)
 
-    def _fold_pending_notices(self, record: RankRecord, queued: QueuedCommand, now: float) -> Instructions:
-        pending = self.calls.get(queued.call)
-        if not record.pending_notices or pending is None or isinstance(pending.command, messages.FormGroups):
-            return []
-        notices, record.pending_notices = tuple(record.pending_notices), []
-        return self._fold(record, queued.call, notices, now)
+
+def _report_released(message: messages.RankFinished | messages.RankHeartbeat) -> Instructions:
+    if not message.released_segments:
+        return []
+    return [SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))]

@@ -1,6 +1,8 @@
-"""A host as a process of its own: `python -m meshbook.host.main FOLDER HOST ADDRESS`, the token on standard input.
+"""A host as a process of its own, on the supervisor's machine: `python -m meshbook.host.main FOLDER HOST IDENTITY
+ADDRESS`, the token on standard input.
 
-It connects to the supervisor and shows the token; from then on a HostAgent does all the work.
+`HostProcess` connects to the supervisor and shows the token; from then on a HostAgent does all the work.
+`host/remote.py` starts one on another machine.
 """
 
 from __future__ import annotations
@@ -17,66 +19,131 @@ from meshbook.errors import TransferError
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
 from meshbook.host.rlimits import raise_fd_limit
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, messages
+from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
 from meshbook.wire.process_control import die_with_parent
+from meshbook.wire.remote_start import HostPlace
 
 log = logging.getLogger("meshbook.host")
 
 _LINGER_MS = 500
+_LEASE_CHECK_S = 1.0
+
+
+class HostProcess:
+    """This process as a host: `run()` returns when the host has ended."""
+
+    def __init__(self, folder: Path, host: int, token: str, *, place: HostPlace | None = None) -> None:
+        """Create the agent. It may prepare to fork ranks before `run`.
+
+        Args:
+            place: in a mesh of several machines; None: it is on one.
+        """
+        self._host, self._token = host, token
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.loop = Loop()
+        self._supervisor: LinkedDealer | None = None  # before `run`
+        self._is_terminating = self._is_ending = False
+        self._is_cut_off = False
+        self._lease_s = float("inf")
+        self._heard_at = self.loop.clock.monotonic()
+        self.agent = HostAgent(self.loop, self._context, folder, token, host, self._report, mergeable=True, place=place)
+
+    def run(
+        self,
+        identity: str,
+        supervisor: str,
+        facts: messages.MachineFacts | None = None,
+        *,
+        server_key: str | None = None,
+    ) -> None:
+        """Connect to the supervisor, and serve until it or a signal ends this host.
+
+        Args:
+            identity: of this connection; the supervisor knows it.
+            facts: of this machine, if it is another than the supervisor's.
+            server_key: the supervisor's public CURVE key, if its address is a tcp one.
+        """
+        self._supervisor = LinkedDealer(self._context, supervisor, identity.encode(), server_key=server_key)
+        self.loop.watch_socket(self._supervisor.socket, self._hear)
+        self.loop.watch_signal(signal.SIGTERM, self._terminate)
+        ready = messages.HostReady(
+            host=self._host, hostname=self.agent.hostname, pid=os.getpid(), token=self._token, facts=facts
+        )
+        self._supervisor.introduce(codec.encode_body(ready))
+        self._check_lease()
+        self.loop.run()
+        self.agent.close()
+        self._supervisor.close(linger_ms=_LINGER_MS)  # the ranks' last output may still be in transit
+        self._context.term()
+
+    def stop(self, reason: str) -> None:
+        """End the ranks at once, and then this host, which says no more: who started it knows why."""
+        log.warning("host %d ends: %s", self._host, reason)
+        self._is_cut_off = True
+        self._end(0.0)
+
+    def _end(self, grace_s: float) -> None:
+        """End the ranks, by SIGKILL after `grace_s` seconds, and then this host."""
+        self._is_ending = True
+        self.agent.stop(grace_s, self.loop.stop)
+
+    def _report(self, message: messages.HostReport) -> None:
+        assert self._supervisor is not None
+        if self._is_cut_off:
+            return
+        try:
+            body = codec.encode_body(message)
+        except TransferError as error:  # the supervisor waits for a reply, so send the failure
+            log.warning("%s", error)
+            body = codec.encode_body(failure_report_for(message, error))
+        self._supervisor.send(body)
+        if self._is_terminating and isinstance(message, messages.RankExited) and not self.agent.ledger.living():
+            self._end(0.0)
+
+    def _hear(self, frames: list[bytes]) -> None:
+        assert self._supervisor is not None
+        self._heard_at = self.loop.clock.monotonic()
+        body = self._supervisor.accept(frames)
+        if body is None:
+            return
+        command = codec.host_commands.decode_body(body)
+        match command:
+            case messages.Exit():
+                self._end(command.grace_s)
+            case messages.StartRanks() if self._is_ending:
+                pass  # nobody would end what is started now; the supervisor learns that this host has ended
+            case messages.KeepAlive():
+                self._lease_s = command.lease_s
+                self._supervisor.send(codec.encode_body(messages.HostAlive(command.sent_at)))
+            case _:
+                self.agent.handle(command, body)
+
+    def _check_lease(self) -> None:
+        """End the ranks if the supervisor has not been heard of for as long as a mesh may live without clients."""
+        silent_s = self.loop.clock.monotonic() - self._heard_at
+        if silent_s > self._lease_s:
+            self.stop(f"nothing was heard of the mesh's supervisor for {silent_s:.0f} s")
+        else:
+            self.loop.call_later(_LEASE_CHECK_S, self._check_lease)
+
+    def _terminate(self) -> None:
+        """SIGTERM: the supervisor ends the ranks, perhaps after a checkpoint, and this host ends with the last."""
+        self._is_terminating = True
+        if ranks := self.agent.ledger.living_ranks:
+            self._report(messages.TerminationRequested(ranks))
+        else:
+            self._end(0.0)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     raise_fd_limit()
-    folder, host, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, host, identity, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     token = sys.stdin.read().strip()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    loop = Loop()
-    supervisor_socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    supervisor_socket.setsockopt(zmq.IDENTITY, b"h%d" % host)
-    keys.configure_socket(supervisor_socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-    supervisor_socket.connect(address)
-
-    is_terminating = False
-
-    def report(message: messages.HostReport) -> None:
-        try:
-            frames = codec.encode(message)
-        except TransferError as error:  # the supervisor waits for a reply, so send the failure
-            log.warning("%s", error)
-            frames = codec.encode(failure_report_for(message, error))
-        supervisor_socket.send_multipart(frames)
-        if is_terminating and isinstance(message, messages.RankExited) and not agent.ledger.living():
-            agent.stop(0.0, loop.stop)
-
-    agent = HostAgent(loop, context, folder, token, host, report, mergeable=True)
-
-    def hear(frames: list[bytes]) -> None:
-        command = codec.host_commands.decode(frames)
-        if isinstance(command, messages.Exit):
-            agent.stop(command.grace_s, loop.stop)
-        else:
-            agent.handle(command, frames[1])
-
-    def terminate() -> None:
-        """SIGTERM: the supervisor ends the ranks, perhaps after a checkpoint, and this host ends with the last."""
-        nonlocal is_terminating
-        is_terminating = True
-        if ranks := agent.ledger.living_ranks:
-            report(messages.TerminationRequested(ranks))
-        else:
-            agent.stop(0.0, loop.stop)
-
-    loop.watch_socket(supervisor_socket, hear)
-    loop.watch_signal(signal.SIGTERM, terminate)
-    ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
-    supervisor_socket.send_multipart(codec.encode(ready))
-    loop.run()
-    agent.close()
-    supervisor_socket.close(linger=_LINGER_MS)  # the ranks' last output may still be in transit
-    context.term()
+    HostProcess(folder, host, token).run(identity, address)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from meshbook.fold.lines import LineFolder
+from meshbook.fold.lines import MAX_AGE_S, LineFolder
 from meshbook.fold.outcomes import fold_outcomes
 from meshbook.host.instructions import Instructions, SendHeartbeat, SendReport, SetAlarm
 from meshbook.ids import Ranks
@@ -18,6 +18,8 @@ from meshbook.wire.messages import Outcome
 PROGRESS_AFTER_S = 0.5
 # ... after a rank's part failed, before the supervisor is notified that the others continue: mostly they fail alike.
 PROGRESS_AFTER_FAILURE_S = 0.2
+# Seconds for a process that is about to end to do so, and for its exit to be reported: its devices are closed first.
+_EXITS_TIMEOUT_S = 20.0
 FLUSH_INTERVAL_S = 0.05
 # Characters that one flush may output; the rest waits, and is truncated with a notice when it grows too large. Twenty
 # times a second this is about what a front end can take (1 MB/s).
@@ -88,6 +90,18 @@ class OpenCalls:
         )
         self._calls[command.call] = pending
         return pending
+
+    def await_exits(self, command: messages.CheckExits, ranks: Ranks, ending: Ranks, now: float) -> Instructions:
+        """Open a call that ends when no exit of these ranks is yet to be reported.
+
+        Args:
+            ending: ranks that have ended or are about to, and whose exit has not been reported.
+        """
+        pending = self.open(command, ranks, now)
+        for rank in set(ranks).difference(ending):
+            pending.record(rank, Outcome(status="ok"))
+        limit = SetAlarm(_EXITS_TIMEOUT_S, lambda then: self.skip_waiting(command.call, then))
+        return [*self.finish_if_complete(pending, now), limit]
 
     def finish_rank(self, call: str, rank: int, outcome: Outcome, now: float) -> Instructions:
         pending = self._calls.get(call)
@@ -172,10 +186,15 @@ class OpenCalls:
         orphan.folder.feed(rank, items, now)
         return self._schedule_flush(orphan, FLUSH_INTERVAL_S)
 
-    def flush_before_prompt(self, call: str, now: float) -> Instructions:
-        """Output that came before a request for input must be displayed before the prompt."""
-        pending = self._calls.get(call)
-        return [] if pending is None else _report_output(call, pending.folder.flush(now, max_age_s=0.0))
+    def prompt(self, request: messages.InputRequest, now: float) -> Instructions:
+        """Pass on a request for input, after the output that came before it.
+
+        The debugger's prompt waits for other ranks, and their lines may equal this one's: then the output waits too.
+        """
+        pending = self._calls.get(request.call)
+        max_age_s = 0.0 if request.stop is None else MAX_AGE_S
+        flush = [] if pending is None else _report_output(request.call, pending.folder.flush(now, max_age_s=max_age_s))
+        return [*flush, SendReport(request)]
 
     def flush_orphans(self, now: float) -> Instructions:
         """Flush all output that belongs to no open call; nothing more will come."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshbook.host import stacks
+from meshbook.host.run_times import RunTimes, ThreadTimes
 from meshbook.wire.messages import ProcessStatus, ThreadStack
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -122,6 +123,19 @@ def read_threads(pid: int) -> dict[int, tuple[str, str | None]]:
             if after_name:
                 found[int(task)] = after_name[0].decode(), _parse_syscall(_read(f"{path}/syscall").split())[0]
     return found
+
+
+def read_run_times(pid: int) -> RunTimes:
+    """Return how long its threads ran and waited for a processor; without those that cannot be read. Never blocks."""
+    threads: dict[int, ThreadTimes] = {}
+    with contextlib.suppress(OSError):  # the process has ended
+        for task in os.listdir(f"/proc/{pid}/task")[:_MAX_TASKS]:
+            path = f"/proc/{pid}/task/{task}"
+            times, fields = _read(f"{path}/schedstat").split(), _read(f"{path}/stat").rpartition(b")")[2].split()
+            if len(times) == 3 and len(fields) > 12:
+                ticks = int(fields[11]) + int(fields[12])
+                threads[int(task)] = ThreadTimes(fields[0] == b"R", ticks, *map(int, times))
+    return RunTimes(time.monotonic(), threads)
 
 
 def process_state(pid: int) -> str:

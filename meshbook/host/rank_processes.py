@@ -5,54 +5,95 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 import termios
+from collections.abc import Iterable
+from functools import partial
 
 from meshbook.host import procfs
+from meshbook.host.instructions import ProcessLook
+from meshbook.host.run_times import RunTimes
+from meshbook.host.shared_files import unlink_shared_files
 from meshbook.host.starter import RankProcess
-from meshbook.wire import messages
-from meshbook.wire.process_control import kill_process_group
+from meshbook.ids import Ranks
+from meshbook.wire import messages, processes
+from meshbook.wire.loop import Loop
 
 
 class RankProcesses:
     """Live processes by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self._by_rank: dict[int, RankProcess] = {}
+        self._added_at: dict[int, float] = {}  # by pid, wall clock
 
     def add(self, rank: int, process: RankProcess) -> None:
         self._by_rank[rank] = process
+        self._added_at[process.pid] = self._loop.clock.wall()
 
     def get(self, rank: int) -> RankProcess | None:
         return self._by_rank.get(rank)
 
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._by_rank.values()]
+    def ended_pids(self, *, with_zombies: bool) -> list[int]:
+        """Return the pids of those that run no more. with_zombies: also of those that nobody has waited for."""
+        found = {process.pid: processes.identify(process.pid) for process in self._by_rank.values()}
+        return [pid for pid, one in found.items() if not (processes.is_running(one) if with_zombies else one.exists)]
+
+    def ending(self) -> Ranks:
+        """Return the ranks whose process has ended or is about to, and has not been removed."""
+        found = self._by_rank.items()
+        return self._loop.observe(lambda: tuple(rank for rank, one in found if processes.is_ending(one.pid)))
 
     def pop(self, pid: int) -> tuple[int, RankProcess] | None:
         """Remove a process that has ended; return its rank and it, or None for one that is no rank's."""
         for rank, process in self._by_rank.items():
             if process.pid == pid:
+                self._loop.act(partial(unlink_shared_files, pid, self._added_at.pop(pid)), logged=False)
                 return rank, self._by_rank.pop(rank)
         return None
 
     def signal(self, rank: int, number: int) -> None:
         process = self._by_rank.get(rank)
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            self._loop.act(lambda: _signal(process.pid, number))
 
-    def kill_groups(self) -> list[int]:
-        """Kill the ranks with what they have started, which lives on when only they end; return the ranks' pids."""
-        pids = self.pids()
-        for pid in pids:
-            kill_process_group(pid)
-        return pids
+    def continue_stopped(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Send SIGCONT to those of these ranks that a signal has stopped, and return them."""
+        stopped = tuple(rank for rank in ranks if self.state(rank) == "T")
+        for rank in stopped:
+            self.signal(rank, signal.SIGCONT)
+        return stopped
+
+    def kill(self, pid: int) -> None:
+        """Kill a process that is no rank's any more."""
+        self._loop.act(lambda: _signal(pid, signal.SIGKILL))
 
     def state(self, rank: int) -> str | None:
         """The state of a rank's process as /proc has it ("T": stopped); None: not known."""
         process = self._by_rank.get(rank)
-        return None if process is None else procfs.process_state(process.pid)
+        return None if process is None else self._loop.observe(lambda: procfs.process_state(process.pid))
+
+    def look(self, ranks: Iterable[int]) -> dict[int, ProcessLook]:
+        return {rank: ProcessLook(self.state(rank), self._run_times(rank)) for rank in ranks}
+
+    def _run_times(self, rank: int) -> RunTimes | None:
+        process = self._by_rank.get(rank)
+        return None if process is None else self._loop.observe(lambda: procfs.read_run_times(process.pid))
+
+    def last_collective(self, rank: int) -> str | None:
+        """The last collective that a rank has begun, as its crash log has it."""
+        process = self._by_rank.get(rank)
+        return None if process is None else self._loop.observe(process.crash_log.read_note)
+
+    def read_pipes(self, process: RankProcess) -> list[messages.Text]:
+        return self._loop.observe(lambda: read_pipes(process))
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def read_pipes(process: RankProcess) -> list[messages.Text]:

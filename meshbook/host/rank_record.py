@@ -21,6 +21,7 @@ class QueuedCommand:
     call: str
     body: bytes
     is_cancelled: bool = False  # the call has ended; the rank is only notified that it was not run
+    is_ready: bool = True  # False: its values are on their way from another machine
 
 
 @dataclass
@@ -50,10 +51,6 @@ class RankRecord:
     pending_notices: list[messages.Notice] = field(default_factory=list)  # shown in the output of the next call
     heartbeat: messages.RankHeartbeat | None = None
     heartbeat_at: float | None = None
-
-    def successor(self) -> RankRecord:
-        """Return the record of a new process of this rank, whose log continues the former one's."""
-        return RankRecord(self.rank, self.incarnation + 1, log=self.log)
 
     def heartbeat_age_s(self, now: float) -> float | None:
         return None if self.heartbeat_at is None else now - self.heartbeat_at

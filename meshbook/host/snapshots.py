@@ -7,9 +7,7 @@ heartbeat, because a stopped rank cannot report what it did last.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -20,6 +18,8 @@ import msgspec
 
 from meshbook.host import procfs, stacks
 from meshbook.host.gpus import GpuSampler
+from meshbook.host.result_queue import ResultQueue
+from meshbook.host.run_times import RunTimes, starved_s
 from meshbook.wire import messages
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.messages import (
@@ -37,6 +37,9 @@ from meshbook.wire.messages import (
 _INSIDE_TIMEOUT_S = 0.15
 # ... unless it is silent already: its last heartbeat is older than this (they come every second).
 _SILENT_AFTER_S = 2.0
+# Seconds after which the look from outside at a rank that was not silent suffices: one that lets its service thread run
+# only now and then, on an overloaded machine, keeps no interpreter lock, and is to say itself what it does.
+_LATE_ANSWER_S = 1.0
 # Seconds after which a request ends, with the results so far.
 _TIMEOUT_S = 2.0
 # ... of which py-spy may take this much.
@@ -70,6 +73,10 @@ class SnapshotTarget:
     running_s: float | None = None
     last_collective: str | None = None  # from its crash log
 
+    @property
+    def is_silent(self) -> bool:
+        return self.beat_age_s is None or self.beat_age_s > _SILENT_AFTER_S
+
 
 @dataclass(frozen=True)
 class _ProcessFacts:
@@ -77,6 +84,7 @@ class _ProcessFacts:
 
     process: ProcessStatus | None
     threads: dict[int, tuple[str, str | None]]
+    run_times: RunTimes
 
 
 @dataclass
@@ -86,21 +94,34 @@ class _PendingSnapshots:
     command: messages.TakeSnapshots
     targets: dict[int, SnapshotTarget]
     process_facts: dict[int, _ProcessFacts] = field(default_factory=dict)
+    run_times: dict[int, list[RunTimes]] = field(default_factory=dict)
     inside_snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
     outside_stacks: dict[int, tuple[tuple[ThreadStack, ...], str | None]] = field(default_factory=dict)
     inspected_outside: set[int] = field(default_factory=set)  # ranks for which an inspection from outside has started
     timers: list[Timer] = field(default_factory=list)
+    is_late: bool = False  # _LATE_ANSWER_S have passed
 
     def is_complete(self, rank: int) -> bool:
         """Whether nothing remains to wait for; for a process that has exited, the report of its exit does."""
         if rank not in self.process_facts:
             return False
         stacks_seen, _ = self.outside_stacks.get(rank, ((), None))
-        return (
-            rank in self.inside_snapshots
-            or bool(stacks_seen)
-            or (rank in self.outside_stacks and self.process(rank) is not None)
+        may_answer = not self.is_late and not self.targets[rank].is_silent and not self.is_stopped(rank)
+        return rank in self.inside_snapshots or (
+            not may_answer and (bool(stacks_seen) or (rank in self.outside_stacks and self.process(rank) is not None))
         )
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process is stopped by a signal or a debugger, and will not answer."""
+        process = self.process(rank)
+        return process is not None and process.state in ("T", "t")
+
+    def starved(self, rank: int) -> tuple[float, float]:
+        """Return for how many seconds some thread waited for a processor, and of how many that is known."""
+        looks = self.run_times.get(rank, [])
+        raw_stacks, _ = self.outside_stacks.get(rank, ((), None))
+        holder = next((stack.native_id for stack in raw_stacks if stack.has_gil), None)
+        return starved_s(looks, holder), looks[-1].at - looks[0].at if looks else 0.0
 
     def process(self, rank: int) -> ProcessStatus | None:
         """Return the system's status of a process; None if it is unknown or the process has exited."""
@@ -153,7 +174,7 @@ class SnapshotCollector:
         self._pending: dict[str, _PendingSnapshots] = {}
         self._records: dict[int, _RankRecord] = {}
         self._gpus = GpuSampler()
-        self._results = _ResultQueue(loop, self._on_result)
+        self._results = ResultQueue(loop, self._on_result)
         self._py_spy_slots = threading.Semaphore(_MAX_PY_SPY_RUNS)
         self._oom_kills: deque[int] = deque([procfs.num_oom_kills()], maxlen=_OOM_WINDOW_S)
 
@@ -167,10 +188,11 @@ class SnapshotCollector:
                 continue
             self._send_to_rank(target.rank, body)
             self._run_in_thread(self._read_process, command.call, target.rank, target.pid)
-            if target.beat_age_s is None or target.beat_age_s > _SILENT_AFTER_S:
+            if target.is_silent:
                 self._inspect_outside(pending, target)
         pending.timers = [
             self._loop.call_later(_INSIDE_TIMEOUT_S, lambda: self._inspect_outside(pending, *pending.targets.values())),
+            self._loop.call_later(_LATE_ANSWER_S, lambda: self._late(pending)),
             self._loop.call_later(_TIMEOUT_S, lambda: self._finish(pending)),
         ]
         self._finish_if_complete(pending)
@@ -201,15 +223,27 @@ class SnapshotCollector:
                 pending.outside_stacks[rank] = (), None
         self._finish_if_complete(pending)
 
+    def _late(self, pending: _PendingSnapshots) -> None:
+        """Take a last look at the ranks that have not answered: whether they could."""
+        pending.is_late = True
+        for rank in pending.outside_stacks.keys() - pending.inside_snapshots.keys():
+            self._run_in_thread(self._read_run_times, pending.command.call, rank, pending.targets[rank].pid)
+
     def _read_process(self, call: str, rank: int, pid: int) -> None:
-        self._results.put((call, rank, _ProcessFacts(procfs.read_process(pid), procfs.read_threads(pid))))
+        facts = _ProcessFacts(procfs.read_process(pid), procfs.read_threads(pid), procfs.read_run_times(pid))
+        self._results.put((call, rank, facts))
+
+    def _read_run_times(self, call: str, rank: int, pid: int) -> None:
+        self._results.put((call, rank, procfs.read_run_times(pid)))
 
     def _read_stacks(self, call: str, rank: int, pid: int) -> None:
         self._read_process(call, rank, pid)  # again: now it is known to be stuck
         if not self._py_spy_slots.acquire(timeout=_TIMEOUT_S):  # the request has ended by now
             return
         try:
-            self._results.put((call, rank, procfs.dump_python_stacks(pid, _PY_SPY_TIMEOUT_S)))
+            found = procfs.dump_python_stacks(pid, _PY_SPY_TIMEOUT_S)
+            self._read_run_times(call, rank, pid)
+            self._results.put((call, rank, found))
         finally:
             self._py_spy_slots.release()
 
@@ -220,8 +254,11 @@ class SnapshotCollector:
             return
         if isinstance(found, _ProcessFacts):
             pending.process_facts[rank] = found
-            if found.process is not None and found.process.state in ("T", "t"):  # stopped: it will not reply
+            pending.run_times.setdefault(rank, []).append(found.run_times)
+            if pending.is_stopped(rank):
                 self._inspect_outside(pending, pending.targets[rank])
+        elif isinstance(found, RunTimes):
+            pending.run_times.setdefault(rank, []).append(found)
         else:
             pending.outside_stacks[rank] = found
         self._finish_if_complete(pending)
@@ -269,11 +306,13 @@ class SnapshotCollector:
         lines = [frame.line for frame in main.frames if frame.file == file] if main is not None else []
         if target.rank not in pending.outside_stacks and pending.command.stacks:
             problem = "it did not answer, and could not be looked at from outside within 2 s"
-        health = self._health(target.rank)
+        health, (starved, looked_s) = self._health(target.rank), pending.starved(target.rank)
         return RankSnapshot(
             rank=target.rank,
             host=self._hostname,
             pid=target.pid,
+            starved_s=starved,
+            looked_s=looked_s,
             source="outside" if raw_stacks else "none",
             call=target.call,  # type: ignore[arg-type]
             cell=target.label or None,
@@ -323,8 +362,10 @@ class SnapshotCollector:
 
     # ---- heartbeats and exits
 
-    def add_metrics(self, metrics: RankMetrics) -> None:
-        """Record the metrics of a heartbeat."""
+    def add_metrics(self, metrics: RankMetrics | None) -> None:
+        """Record the metrics of a heartbeat, if it has any."""
+        if metrics is None:
+            return
         record, now = self._record_of(metrics.rank), self._loop.clock.monotonic()
         for collective in metrics.collectives:
             record.collectives[_collective_key(collective)] = collective, now
@@ -335,7 +376,7 @@ class SnapshotCollector:
             record.collectives.pop(next(oldest_ended, next(iter(record.collectives))))
         gpu = None if metrics.health is None else metrics.health.gpu
         if gpu is not None and gpu.uuid:
-            self._gpus.add(gpu.uuid)
+            self._loop.act(lambda: self._gpus.add(gpu.uuid))
         if record.unsent is not None:  # the second heartbeat since the last host heartbeat
             metrics = _merge_metrics(record.unsent, metrics, now - record.received_at)
         record.unsent, record.received_at, record.health = metrics, now, metrics.health
@@ -351,7 +392,7 @@ class SnapshotCollector:
                 )
                 metrics.append(aged)
                 record.unsent = None
-        self._oom_kills.append(procfs.num_oom_kills())
+        self._oom_kills.append(self._loop.observe(procfs.num_oom_kills))
         return tuple(metrics)
 
     def rank_started(self, rank: int) -> None:
@@ -360,13 +401,19 @@ class SnapshotCollector:
 
     def has_recent_oom_kill(self) -> bool:
         """Whether the system has killed a process for memory in the last seconds."""
-        return procfs.num_oom_kills() > self._oom_kills[0]
+        return self._loop.observe(procfs.num_oom_kills) > self._oom_kills[0]
 
     def rank_exited(self, exited: RankExited) -> None:
         """Record the exit of a rank's process."""
         self._record_of(exited.rank).exited = exited
         for pending in list(self._pending.values()):
             self._finish_if_complete(pending)
+
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the collector's, without its threads: open requests end in time."""
+        self._gpus = GpuSampler()
+        self._results.take_over()
+        self._py_spy_slots = threading.Semaphore(_MAX_PY_SPY_RUNS)
 
     def close(self) -> None:
         """Drop open requests and ignore the results of running threads."""
@@ -391,7 +438,8 @@ class SnapshotCollector:
         health = self._record_of(rank).health
         if health is None or health.gpu is None:
             return health
-        sample = self._gpus.last_sample(health.gpu.uuid)
+        uuid = health.gpu.uuid
+        sample = self._loop.observe(lambda: self._gpus.last_sample(uuid))
         if sample is None:
             return health
         gpu = msgspec.structs.replace(
@@ -400,44 +448,8 @@ class SnapshotCollector:
         return msgspec.structs.replace(health, gpu=gpu)
 
     def _run_in_thread(self, function: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=function, args=arguments, name="meshbook-look", daemon=True).start()
-
-
-class _ResultQueue:
-    """Passes results of threads to the loop, in the order of their arrival."""
-
-    def __init__(self, loop: Loop, on_result: Callable[[tuple[str, int, Any]], None]) -> None:
-        self._loop, self._on_result = loop, on_result
-        self._queue: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._readable, self._writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._open = True
-        loop.watch_fd(self._readable, self._drain)
-
-    def put(self, result: tuple[str, int, Any]) -> None:
-        """Add a result. Any thread."""
-        self._queue.put(result)
-        with self._lock, contextlib.suppress(BlockingIOError):  # full: the loop already has enough wake-ups
-            if self._open:
-                os.write(self._writable, b"x")
-
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._readable, 4096)
-        while True:
-            try:
-                result = self._queue.get_nowait()
-            except queue.Empty:
-                return
-            self._on_result(result)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                self._loop.unwatch(self._readable)
-                os.close(self._readable)
-                os.close(self._writable)
+        thread = threading.Thread(target=function, args=arguments, name="meshbook-look", daemon=True)
+        self._loop.act(thread.start)
 
 
 def _collective_key(collective: CollectiveInfo) -> tuple[object, ...]:

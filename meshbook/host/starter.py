@@ -1,4 +1,4 @@
-"""Two ways to start a rank's process, with one interface: forked from a warm server, or a fresh interpreter.
+"""What starts ranks' processes: the interface, and the one that has them forked from a warm server.
 
 A starter reports each child's exit once, with waitpid's status. It knows nothing of the ranks' messages.
 """
@@ -18,9 +18,7 @@ from typing import Protocol
 from meshbook.errors import describe_exit
 from meshbook.wire import spawn
 from meshbook.wire.crash_log import CrashLog
-from meshbook.wire.loop import Loop, Timer
-from meshbook.wire.process_control import kill_process_group
-from meshbook.wire.processes import open_pidfd
+from meshbook.wire.loop import Loop
 
 # 1 MiB, the most an unprivileged process may request: a burst of C output must not block a rank that holds the GIL.
 _PIPE_BYTES = 1 << 20
@@ -28,8 +26,6 @@ _F_SETPIPE_SZ = 1031
 
 # Seconds between attempts to send to a busy fork server: it imports torch, for a second or more.
 _RETRY_S = 0.01
-# ... between two polls for the exit of fresh interpreters, if the kernel has no pidfds.
-_POLL_S = 0.2
 
 
 @dataclass
@@ -58,6 +54,26 @@ class Starter(Protocol):
     def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
         """Start a rank; `on_started` is called from the loop once its pid is known."""
 
+    def start_spare(
+        self,
+        config: spawn.SpareConfig,
+        channel: socket.socket,
+        on_started: Callable[[RankProcess], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """Start a process that waits to become a rank.
+
+        Args:
+            channel: its end of a SOCK_SEQPACKET pair, to be closed here.
+            on_failed: called with the reason if there is no process.
+        """
+
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the starter's, which has ended: its children are not ours.
+
+        Spares that were requested and have not been started are not started, and nobody is called.
+        """
+
     def close(self) -> None:
         """Stop the server. The host ends the ranks before this."""
 
@@ -74,16 +90,27 @@ def make_pipe() -> tuple[int, int]:
     return read, write
 
 
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 @dataclass
 class _PendingFork:
     """A request to the fork server that is not done yet.
 
     Attributes:
+        config: of the rank or spare that is to be forked.
+        process: what there will be, without its pid.
+        channel: a spare's end of its socket; closed when the request is done.
         on_forked: called with the pid.
         on_failed: called with the reason if it cannot be done.
         retry: sends the request to another starter; closes what was created for this one.
     """
 
+    config: spawn.RankConfig | spawn.SpareConfig
+    process: RankProcess
+    channel: socket.socket | None
     on_forked: Callable[[int], None]
     on_failed: Callable[[str], None]
     retry: Callable[[Starter], None]
@@ -96,6 +123,7 @@ class _Packet:
     data: bytes
     fds: list[int]
     fds_to_close: list[int]
+    is_spare: bool
 
 
 class ForkStarter:
@@ -112,6 +140,7 @@ class ForkStarter:
         on_terminating: Callable[[], None],
         with_torch: bool,
         listen_path: str,
+        host_pipe: int,
         branch_from: str | None = None,
     ) -> None:
         """Start the fork server, or branch one from an existing server.
@@ -122,15 +151,18 @@ class ForkStarter:
             on_fork_unsafe: called when the server may not fork, with the reason and the requests to retry with another
                 starter.
             on_terminating: called when the server has received SIGTERM.
+            host_pipe: read end of a pipe whose write end the host holds; ranks end when that is closed.
             listen_path: the socket where the server accepts requests to branch a server for another mesh.
             branch_from: the socket of such a server; if it is alive, it is branched instead of starting an interpreter.
         """
         self._loop, self._on_exit = loop, on_exit
         self._on_server_exit, self._on_failure, self._on_fork_unsafe = on_server_exit, on_failure, on_fork_unsafe
         self._on_terminating = on_terminating
-        self.with_torch = with_torch
+        self.with_torch, self._host_pipe = with_torch, host_pipe
         self.ready_s: float | None = None
-        self._pending: deque[_PendingFork] = deque()
+        self.has_failed = False  # it has ended by itself, before it was ready
+        self._pending: dict[int, _PendingFork] = {}  # by number
+        self._num_requests = 0
         self._outbox: deque[_Packet] = deque()
         self._closing = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -141,16 +173,72 @@ class ForkStarter:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), listen_path]
+                    [sys.executable, "-P", "-m", "meshbook.rank.forkserver"]
+                    + [str(theirs.fileno()), str(host_pipe), listen_path]
                     + ([] if with_torch else ["--no-torch"]),
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), host_pipe),
                     stdin=subprocess.DEVNULL,
                     env=rank_environment(),
                 )
         self._socket.setblocking(False)
         loop.watch_fd(self._socket.fileno(), self._on_readable)
 
+    def fail_requests(self, reason: str) -> None:
+        """Report as failed what the server has not replied to, and never will."""
+        pending, self._pending = self._pending, {}
+        for request in pending.values():
+            request.on_failed(reason)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is something that the server has not replied to."""
+        return bool(self._pending)
+
+    def take_requests(self) -> list[Callable[[Starter], None]]:
+        """Return what the server has not replied to, and never will, to be retried with another starter.
+
+        None of it was carried out: a child that was forked without a reply has ended.
+        """
+        pending, self._pending = self._pending, {}
+        return [request.retry for request in pending.values()]
+
     def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
+        def failed(reason: str) -> None:
+            self._on_failure(f"rank {config.rank} could not be started: {reason}")
+
+        def again(starter: Starter) -> None:
+            starter.start_rank(config, on_started)
+
+        self._fork(config, None, on_started, failed, again)
+
+    def start_spare(
+        self,
+        config: spawn.SpareConfig,
+        channel: socket.socket,
+        on_started: Callable[[RankProcess], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        def started(process: RankProcess) -> None:
+            channel.close()
+            on_started(process)
+
+        def failed(reason: str) -> None:
+            channel.close()
+            on_failed(reason)
+
+        def again(starter: Starter) -> None:
+            starter.start_spare(config, channel, on_started, on_failed)
+
+        self._fork(config, channel, started, failed, again)
+
+    def _fork(
+        self,
+        config: spawn.RankConfig | spawn.SpareConfig,
+        channel: socket.socket | None,
+        on_started: Callable[[RankProcess], None],
+        on_failed: Callable[[str], None],
+        retry: Callable[[Starter], None],
+    ) -> None:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
         crash_log = CrashLog()
@@ -162,15 +250,47 @@ class ForkStarter:
 
         def again(starter: Starter) -> None:
             child.close()
-            starter.start_rank(config, on_started)
+            retry(starter)
 
         def failed(reason: str) -> None:
             child.close()
-            self._on_failure(f"rank {config.rank} could not be started: {reason}")
+            on_failed(reason)
 
-        self._pending.append(_PendingFork(started, failed, again))
-        descriptors = [out, err, out_write, err_write, crash_log.fd]
-        self._send_command(spawn.ForkRank(config), descriptors, [out_write, err_write])
+        self._num_requests += 1
+        self._pending[self._num_requests] = _PendingFork(config, child, channel, started, failed, again)
+        self._send_fork(self._num_requests, [out_write, err_write], [out_write, err_write])
+
+    def _send_fork(self, number: int, write_ends: list[int], fds_to_close: list[int]) -> None:
+        """Send a request that is pending. `write_ends`: of the pipes for stdout and stderr."""
+        pending = self._pending[number]
+        process = pending.process
+        descriptors = [process.out, process.err, *write_ends, process.crash_log.fd, self._host_pipe]
+        if pending.channel is not None:
+            descriptors.append(pending.channel.fileno())
+        config = pending.config
+        command: spawn.ForkCommand
+        if isinstance(config, spawn.RankConfig):
+            command = spawn.ForkRank(number, config)
+        else:
+            command = spawn.ForkSpare(number, config)
+        self._send_command(command, descriptors, fds_to_close)
+
+    def take_over(self) -> None:
+        """Ask again for what may have been asked for, or answered, in the process that has ended."""
+        if self._process is not None:
+            self._process.returncode = 0  # it goes on, and is not waited for
+            self._process = None
+        for number in [number for number, pending in self._pending.items() if pending.channel is not None]:
+            spare = self._pending.pop(number)
+            assert spare.channel is not None
+            spare.channel.detach()  # it was the other process's, and is closed here
+            spare.process.close()
+        for packet in [packet for packet in self._outbox if packet.is_spare]:
+            self._outbox.remove(packet)
+            _close_all(packet.fds_to_close)
+        for number, pending in self._pending.items():  # after those that are in the outbox
+            self._send_fork(number, [pending.process.out, pending.process.err], [])
+        self._loop.act(self._flush_outbox)
 
     def close(self) -> None:
         self._closing = True
@@ -184,7 +304,7 @@ class ForkStarter:
                     pass
             self._socket.close()
             return
-        self._socket.close()  # the server exits when it reads the end of file, and its children with it
+        self._socket.close()  # the server exits when it reads the end of file, and ends its children before
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -195,13 +315,11 @@ class ForkStarter:
         """Send a command, now or when the server reads it: while it imports torch, its buffer holds few."""
         data = spawn.encoder.encode(command)
         if len(data) > spawn.MAX_PACKET_BYTES:
-            file = os.memfd_create("meshbook-spawn", os.MFD_CLOEXEC)
-            with open(file, "wb", closefd=False) as writer:
-                writer.write(data)
+            file = spawn.make_file(command)
             data, fds, fds_to_close = spawn.encoder.encode(spawn.CommandInFile()), [*fds, file], [*fds_to_close, file]
-        self._outbox.append(_Packet(data, fds, fds_to_close))
+        self._outbox.append(_Packet(data, fds, fds_to_close, isinstance(command, spawn.ForkSpare)))
         if len(self._outbox) == 1:
-            self._flush_outbox()
+            self._loop.act(self._flush_outbox)
 
     def _flush_outbox(self) -> None:
         while self._outbox:
@@ -209,19 +327,17 @@ class ForkStarter:
             try:
                 socket.send_fds(self._socket, [packet.data], packet.fds)
             except BlockingIOError:
-                self._loop.call_later(_RETRY_S, self._flush_outbox)
+                self._loop.call_later(_RETRY_S, self._flush_outbox, logged=False)
                 return
             except OSError:  # it has exited: the read end reports that, with how
                 self._drop_outbox()
                 return
             self._outbox.popleft()
-            for descriptor in packet.fds_to_close:
-                os.close(descriptor)
+            _close_all(packet.fds_to_close)
 
     def _drop_outbox(self) -> None:
         while self._outbox:
-            for descriptor in self._outbox.popleft().fds_to_close:
-                os.close(descriptor)
+            _close_all(self._outbox.popleft().fds_to_close)
 
     def _on_readable(self) -> None:
         while not self._closing:
@@ -239,14 +355,15 @@ class ForkStarter:
                 case spawn.ForkServerReady(seconds=seconds):
                     self.ready_s = seconds
                 case spawn.ForkUnsafe(reason=reason):
-                    pending = [pending.retry for pending in self._pending]
-                    self._pending.clear()
+                    retries = self.take_requests()
                     self.close()
-                    self._on_fork_unsafe(reason, pending)
-                case spawn.Forked(pid=pid):
-                    self._pending.popleft().on_forked(pid)
-                case spawn.ForkFailed(reason=reason):
-                    self._pending.popleft().on_failed(reason)
+                    self._on_fork_unsafe(reason, retries)
+                case spawn.Forked(number=number, pid=pid):
+                    if (request := self._pending.pop(number, None)) is not None:
+                        request.on_forked(pid)
+                case spawn.ForkFailed(number=number, reason=reason):
+                    if (request := self._pending.pop(number, None)) is not None:
+                        request.on_failed(reason)
                 case spawn.ForkServerTerminating():
                     self._on_terminating()
                 case spawn.ChildExited(pid=pid, status=status):
@@ -260,71 +377,8 @@ class ForkStarter:
         except subprocess.TimeoutExpired:  # it has closed its end, and hangs
             self._process.kill()
             code = self._process.wait()
+        self.has_failed = code >= 0 and self.ready_s is None
         return describe_exit(-code, None) if code < 0 else describe_exit(None, code)
-
-
-class FreshStarter:
-    """Starts every rank in a new interpreter: slower and larger, for where forking is not possible."""
-
-    def __init__(self, loop: Loop, on_exit: Callable[[int, int], None]) -> None:
-        self._loop, self._on_exit = loop, on_exit
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._poll_timer: Timer | None = None
-
-    def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
-        out, out_write = make_pipe()
-        err, err_write = make_pipe()
-        crash_log = CrashLog()
-        with open(os.memfd_create("meshbook-spawn", os.MFD_CLOEXEC), "w+b") as config_file:
-            config_file.write(spawn.encoder.encode(config))  # not a pipe, which takes 64 KiB before it blocks
-            config_file.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(crash_log.fd)],
-                stdin=config_file,
-                stdout=out_write,
-                stderr=err_write,
-                pass_fds=(out, err, crash_log.fd),
-                env=rank_environment(),
-            )
-        os.close(out_write)
-        os.close(err_write)
-        self._processes[process.pid] = process
-        self._watch_exit(process)
-        on_started(RankProcess(process.pid, out, err, crash_log))
-
-    def close(self) -> None:
-        if self._poll_timer is not None:
-            self._poll_timer.cancel()
-        for process in self._processes.values():
-            process.kill()
-            kill_process_group(process.pid)
-            process.wait()
-
-    def _watch_exit(self, process: subprocess.Popen[bytes]) -> None:
-        fd = open_pidfd(process.pid)
-        if fd is None:
-            self._poll_exits()
-            return
-
-        def ended() -> None:
-            self._loop.unwatch(fd)
-            os.close(fd)
-            self._reap(process)
-
-        self._loop.watch_fd(fd, ended)
-
-    def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        kill_process_group(process.pid)
-        code = process.wait()
-        del self._processes[process.pid]
-        self._on_exit(process.pid, -code if code < 0 else code << 8)
-
-    def _poll_exits(self) -> None:
-        for process in [process for process in self._processes.values() if process.poll() is not None]:
-            self._reap(process)
-        if self._poll_timer is not None:
-            self._poll_timer.cancel()
-        self._poll_timer = self._loop.call_later(_POLL_S, self._poll_exits)
 
 
 def _connect_branch(branch_from: str, listen_path: str) -> socket.socket | None:

@@ -14,13 +14,35 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshbook.host.instructions import ContinueStopped, InspectStuck, Instructions, SendReport, SetAlarm
+from meshbook.host.instructions import (
+    ContinueStopped,
+    InspectProcesses,
+    Instructions,
+    ProcessLook,
+    SendReport,
+    SetAlarm,
+)
 from meshbook.host.open_calls import OpenCalls
 from meshbook.host.rank_record import HEARTBEAT_S, QueuedCommand, RankRecord
+from meshbook.host.run_times import RunTimes, starved_s
 from meshbook.ids import CallId, Ranks, client_of_call, name_ranks
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome, RankDisplay
-from meshbook.wire.stop_timing import ABORT_AFTER_S, KILL_AFTER_S, SIGINT_REPEATS_S, STUCK_AFTER_S
+from meshbook.wire.stop_timing import (
+    ABORT_AFTER_S,
+    KILL_AFTER_S,
+    KILL_STARVED_AFTER_S,
+    SIGINT_DEBOUNCE_S,
+    SIGINT_REPEATS_S,
+    STUCK_AFTER_S,
+)
+
+# The part of a Stop's time for which a thread of a rank waited for a processor, from which that is why it is late.
+_STARVED_SHARE = 0.8
+# A signal that is sent has come to the rank after so many seconds.
+_TRANSIT_S = 0.05
+# Seconds between looks whether such a rank has had a processor since.
+_LOOK_AGAIN_S = 0.25
 
 
 class StopAction(enum.Enum):
@@ -54,10 +76,27 @@ class Stop:
 
     Attributes:
         continued: ranks that it has let go on, which was reported.
+        looks: at the processes of its ranks.
     """
 
+    began_at: float
     targets: tuple[tuple[RankRecord, QueuedCommand], ...]
     continued: set[int] = field(default_factory=set)
+    looks: defaultdict[int, list[RunTimes]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, processes: Mapping[int, ProcessLook]) -> Instructions:
+        """Keep a look at the processes."""
+        for rank, process in processes.items():
+            if process.run_times is not None:
+                self.looks[rank].append(process.run_times)
+        return []
+
+    def starved(self, rank: int) -> tuple[float, float] | None:
+        """Return for how many seconds a rank waited for a processor, and of how many; None: not for a large part."""
+        looks = self.looks[rank]
+        looked_s = looks[-1].at - looks[0].at if looks else 0.0
+        waited_s = starved_s(looks)
+        return (waited_s, looked_s) if 0.0 < _STARVED_SHARE * looked_s <= waited_s else None
 
     def unreturned(self) -> list[RankRecord]:
         """The ranks that still run the command of then."""
@@ -83,15 +122,13 @@ class StopEscalation:
                 targets.append((record, record.running))
                 # By its id, which also works before the rank has read the command from its socket; and by a signal,
                 # which needs no service thread that is able to run.
-                one = messages.Interrupt(ranks=(record.rank,), target=record.running.call)  # type: ignore[arg-type]
-                todo += record.to_service(codec.encode_body(one))
-                todo += record.to_signal(signal.SIGINT)
-        stop = Stop(tuple(targets))
+                todo += [*_interrupt_by_id(record), *record.to_signal(signal.SIGINT)]
+        stop = Stop(now, tuple(targets))
         todo.append(self._continue_stopped(stop, tuple(record.rank for record, _ in targets)))
         if command.hard:
-            todo += self._stop_step(stop, StopAction.ABORT)
+            todo += self._stop_step(stop, StopAction.ABORT, now)
         for after_s, action in SECOND_STOP if command.hard else FIRST_STOP:
-            todo.append(SetAlarm(after_s, lambda then, action=action: self._stop_step(stop, action)))  # type: ignore[misc]
+            todo.append(SetAlarm(after_s, lambda then, action=action: self._stop_step(stop, action, then)))  # type: ignore[misc]
         return todo
 
     def _take_back(
@@ -107,25 +144,26 @@ class StopEscalation:
             pending = self._calls.get(queued.call)
             if pending is not None and isinstance(pending.command, messages.RunOps):
                 # Other ranks may have changed tensors by it: this one must be notified that it has not.
-                cancelled[queued.call] = cancelled.get(queued.call) or _cancelled(pending.command)
+                cancelled[queued.call] = cancelled.get(queued.call) or cancelled_command(pending.command)
                 record.queue[record.queue.index(queued)] = cancelled[queued.call]
             else:
                 record.queue.remove(queued)
             todo += self._calls.finish_rank(queued.call, record.rank, Outcome(status="interrupted"), now)
         return todo
 
-    def _stop_step(self, stop: Stop, action: StopAction) -> Instructions:
+    def _stop_step(self, stop: Stop, action: StopAction, now: float) -> Instructions:
         """A step of a Stop's escalation, for the ranks that have not returned."""
         records = stop.unreturned()
         ranks = tuple(record.rank for record in records)
         todo: Instructions = []
         match action:
             case StopAction.INTERRUPT:
-                # Ranks ignore a signal that follows soon after one that worked for the same Stop
-                # (`stop_timing.SIGINT_DEBOUNCE_S`).
+                # Ranks ignore a signal that follows soon after one that worked for the same Stop. One that is late,
+                # because this host stood still, would end the user's clean-up; what names the call does not.
+                is_late = now - stop.began_at > SIGINT_DEBOUNCE_S - _TRANSIT_S
                 for record in records:
-                    todo += record.to_signal(signal.SIGINT)
-                todo.append(self._continue_stopped(stop, ranks))
+                    todo += _interrupt_by_id(record) if is_late else record.to_signal(signal.SIGINT)
+                todo += [self._continue_stopped(stop, ranks), InspectProcesses(ranks, stop.note)]
             case StopAction.ABORT:
                 for record in records:
                     assert record.running is not None  # it has not returned
@@ -133,15 +171,27 @@ class StopEscalation:
                     abort = messages.AbortCollectives((record.rank,), "interrupted", interrupt=True, call=running)
                     todo += record.to_service(codec.encode_body(abort))
             case StopAction.REPORT_STUCK:
-                todo.append(InspectStuck(ranks))
+                todo.append(InspectProcesses(ranks, lambda processes: self.stuck(stop, processes, now)))
             case StopAction.KILL:
-                for call, group in self._by_call(ranks).items():
-                    late = f"did not come back within {KILL_AFTER_S:.0f} s and {_were(group)} killed"
-                    text = f"second Stop: {name_ranks(group)} {late}"
-                    todo.append(_notice(call, group, text))
-                    for rank in group:
-                        todo += self._ranks[rank].to_signal(signal.SIGKILL)
+                todo.append(InspectProcesses(ranks, lambda processes: self._kill(stop, processes, KILL_AFTER_S)))
         return todo
+
+    def _kill(self, stop: Stop, processes: Mapping[int, ProcessLook], after_s: float) -> Instructions:
+        """Kill ranks, but for those that got no processor to come back in: they have until KILL_STARVED_AFTER_S."""
+        stop.note(processes)
+        starved = [rank for rank in processes if after_s < KILL_STARVED_AFTER_S and stop.starved(rank) is not None]
+        todo: Instructions = []
+        for call, group in self._by_call(rank for rank in processes if rank not in starved).items():
+            late = f"did not come back within {after_s:.2g} s and {_were(group)} killed"
+            todo.append(_notice(call, group, f"second Stop: {name_ranks(group)} {late}"))
+            for rank in group:
+                todo += self._ranks[rank].to_signal(signal.SIGKILL)
+
+        def again(then: float) -> Instructions:
+            late = tuple(record.rank for record in stop.unreturned() if record.rank in starved)
+            return [InspectProcesses(late, lambda processes: self._kill(stop, processes, after_s + _LOOK_AGAIN_S))]
+
+        return [*todo, *([SetAlarm(_LOOK_AGAIN_S, again)] if starved else [])]
 
     def _continue_stopped(self, stop: Stop, ranks: Ranks) -> ContinueStopped:
         return ContinueStopped(ranks, lambda continued: self._continued(stop, continued))
@@ -157,17 +207,15 @@ class StopEscalation:
             for call, group in self._by_call(new).items()
         ]
 
-    def stuck(self, states: Mapping[int, str | None], now: float) -> Instructions:
-        """Report the ranks that a Stop has not brought back.
-
-        Args:
-            states: of their processes, by rank, in the letters of /proc; None: not known.
-        """
+    def stuck(self, stop: Stop, processes: Mapping[int, ProcessLook], now: float) -> Instructions:
+        """Report the ranks that a Stop has not brought back, whose processes these are."""
+        stop.note(processes)
         todo: Instructions = []
-        for call, group in self._by_call(states).items():
+        for call, group in self._by_call(processes).items():
             by_reason = defaultdict[str, list[int]](list)
             for rank in group:
-                by_reason[_describe_stuck(self._ranks[rank], states[rank], now)].append(rank)
+                reason = _describe_stuck(self._ranks[rank], processes[rank].state, stop.starved(rank), now)
+                by_reason[reason].append(rank)
             where = "; ".join(f"{name_ranks(ranks)} {reason}" for reason, ranks in by_reason.items())
             todo.append(SendReport(messages.RanksStuck(call=call, ranks=group, reason=where)))  # type: ignore[arg-type]
         return todo
@@ -181,6 +229,13 @@ class StopEscalation:
         return {call: tuple(group) for call, group in found.items()}
 
 
+def _interrupt_by_id(record: RankRecord) -> Instructions:
+    """Have a rank's service thread interrupt the call that the rank runs, if nothing has interrupted that yet."""
+    assert record.running is not None
+    one = messages.Interrupt(ranks=(record.rank,), target=CallId(record.running.call))
+    return record.to_service(codec.encode_body(one))
+
+
 def _notice(call: str, ranks: Ranks, text: str) -> SendReport:
     item = RankDisplay(ranks=ranks, item=messages.Notice(text))
     return SendReport(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
@@ -190,8 +245,12 @@ def _were(ranks: Ranks) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _describe_stuck(record: RankRecord, state: str | None, now: float) -> str:
-    """Return why a rank does not return from a Stop, as seen from outside, as the end of a sentence."""
+def _describe_stuck(record: RankRecord, state: str | None, starved: tuple[float, float] | None, now: float) -> str:
+    """Return why a rank does not return from a Stop, as seen from outside, as the end of a sentence.
+
+    Args:
+        starved: for how many seconds it waited for a processor, and of how many; None: that is not why.
+    """
     pid = record.pid or 0
     line = None if record.heartbeat is None else record.heartbeat.line
     at = "" if line is None else f", at line {line} of the cell"
@@ -202,6 +261,9 @@ def _describe_stuck(record: RankRecord, state: str | None, now: float) -> str:
             return f"(pid {pid}) waits in the system, for a disk or a driver, where no signal reaches it"
         case "T":
             return f"(pid {pid}) stops itself (SIGSTOP) again and again{at}"
+    if starved is not None:
+        waited = f"has waited for a processor for {starved[0]:.1f} of {starved[1]:.1f} s"
+        return f"(pid {pid}) {waited}, because its machine is overloaded, and may come back yet{at}"
     if record.is_heartbeat_older(1.5 * HEARTBEAT_S, now):
         return f"(pid {pid}) is in C code that keeps the GIL{at}"
     return f"(pid {pid}) is in C code, or in code that catches KeyboardInterrupt{at}"
@@ -214,7 +276,7 @@ def _is_target(command: messages.Interrupt, call: str) -> bool:
     return command.client in (None, client_of_call(call))
 
 
-def _cancelled(command: messages.RunOps) -> QueuedCommand:
+def cancelled_command(command: messages.RunOps) -> QueuedCommand:
     """Return the command for ranks that must not run it."""
-    cancelled_command = msgspec.structs.replace(command, fetch=None, is_cancelled=True)
-    return QueuedCommand(command.call, codec.encode_body(cancelled_command), is_cancelled=True)
+    cancelled = msgspec.structs.replace(command, fetch=None, is_cancelled=True)
+    return QueuedCommand(command.call, codec.encode_body(cancelled), is_cancelled=True)

@@ -17,6 +17,7 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 from IPython.utils.tokenutil import token_at_cursor
 
+from meshbook.controller import script
 from meshbook.kernel import completion, magics
 from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.page_sessions import PageSessions, missed_output_note
@@ -35,6 +36,7 @@ class MeshKernel(IPythonKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        script.take_over()
         assert self.shell is not None
         self.notebook = Notebook.of(self.shell)
         self.notebook.auto = True
@@ -53,6 +55,12 @@ class MeshKernel(IPythonKernel):
             f"Meshbook {__version__}, Python {version}. Cells run on every rank of a mesh, %%controller cells "
             "here; `%mesh` says how it is, `%mesh help` what there is."
         )
+
+    @property
+    def kernel_info(self) -> dict[str, Any]:
+        """What front ends may use. Not Jupyter's debugger: it would stop this process, and cells run on ranks."""
+        info: dict[str, Any] = super().kernel_info
+        return {**info, "supported_features": [one for one in info["supported_features"] if one != "debugger"]}
 
     def start(self) -> None:
         super().start()
@@ -96,6 +104,8 @@ class MeshKernel(IPythonKernel):
                 self._pages.cell_ended(page, self.notebook.cells.last_number if is_on_ranks else None)
                 self._running_request = None
                 self._defers_sigint = True
+                # Before the reply: the next cell is not taken for one that inspects this one.
+                self._request_done()
 
     def _interrupted_reply(self) -> dict[str, Any]:
         """Return the reply to a cell that Stop ended outside its code.
@@ -174,10 +184,13 @@ class MeshKernel(IPythonKernel):
         """
         return self._subshell_router.get_subshell()
 
+    def _request_done(self) -> None:
+        self._subshell_router.request_done(self.get_parent("shell").get("header", {}).get("msg_id", ""))
+
     async def dispatch_shell(self, msg: Any, /, subshell_id: str | None = None, **kwargs: Any) -> None:
         await super().dispatch_shell(msg, subshell_id=subshell_id, **kwargs)
         if subshell_id is None:
-            self._subshell_router.request_done(self.get_parent("shell").get("header", {}).get("msg_id", ""))
+            self._request_done()
             return
         running = self._running_request
         if subshell_id == self._subshell_router.subshell_id and running is not None:

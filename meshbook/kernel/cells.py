@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from meshbook.controller import recording
 from meshbook.controller.console import Console
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
@@ -28,6 +29,9 @@ from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import NotebookMeshes
 from meshbook.wire import messages
 from meshbook.wire.messages import FoldedItem
+
+# Cells about the last failure: they are not recorded, for its record is the one to keep.
+_LOOKS_BACK = ("%debug", "%tb")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class CellRunner:
         ranks: str | Sequence[int] | None = None,
         setup: bool = False,
         background: bool = False,
+        stop_first: bool = False,
+        record: bool = False,
     ) -> RankValues | MeshFuture[CellResult] | None:
         """Run source on ranks as the cell that this shell executes now: its number, its output, its names.
 
@@ -84,6 +90,8 @@ class CellRunner:
             ranks: a selection (`"0,2-3"`, `"dp=0"`) or ranks; None: all live ranks.
             setup: run it again on ranks that join later.
             background: return immediately; the output continues under this cell.
+            stop_first: the debugger stops at the first line.
+            record: keep what a replay of it needs, also if the mesh does not record.
 
         Returns:
             The values of the last expression, None if there was none; in the background a future.
@@ -95,7 +103,7 @@ class CellRunner:
         """
         self.num_broadcast += 1
         try:
-            return self._run(source, mesh, ranks, setup, background)
+            return self._run(source, mesh, ranks, background, record, setup=setup, stop_first=stop_first)
         except MeshbookError as error:
             raise self._present_error(error) from None
 
@@ -109,13 +117,20 @@ class CellRunner:
         return [cell for cell in list(self._background_cells) if cell.session is session and wanted & set(cell.ranks)]
 
     def _run(
-        self, source: str, mesh: Mesh | None, ranks: str | Sequence[int] | None, setup: bool, background: bool
+        self,
+        source: str,
+        mesh: Mesh | None,
+        ranks: str | Sequence[int] | None,
+        background: bool,
+        record: bool,
+        **options: bool,
     ) -> RankValues | MeshFuture[CellResult] | None:
         # since IPython 9, execution_count is already the next cell's
         number = self.last_number = self._shell.displayhook.prompt_count
         source = self._fix_history(source)
         mesh = mesh or self._current_mesh()
         session = mesh.session
+        chosen_at = session.info.num_rank_changes if ranks is None else None
         chosen = mesh.resolve_ranks(ranks)
         output = self._front_end.make_sink(chosen, number)
         self._front_end.show_notices()
@@ -124,17 +139,23 @@ class CellRunner:
         command = session.cell_command(
             source,
             chosen,
+            record_bytes=0
+            if source.startswith(_LOOKS_BACK)
+            else session.record_bytes or (recording.DEFAULT_LIMIT if record else 0),
+            chosen_at=chosen_at,
             number=number,
             filename=self._shell.compile.get_code_name(source, source, number),
             label=label,
             allow_input=not background and self._front_end.allows_input,
-            setup=setup,
+            **options,
         )
         if background:
             return self._show_in_background(session, command, command, output)
         finished: messages.CallFinished | None = None
         try:
-            finished = session.foreground.run(command, on_output=output, on_input=self._front_end.prompt)
+            finished = session.foreground.run(
+                command, on_output=output, on_input=self._front_end.prompt, keep_result=True
+            )
             return self._finish(session, command, finished)
         except CellInterrupted:
             if (stuck := session.foreground.abandoned.get(command.call)) is not None:
@@ -198,6 +219,8 @@ class CellRunner:
         self, session: Session, command: messages.RunCell, finished: messages.CallFinished
     ) -> RankValues | None:
         self._handles.update(session, finished.outcomes)
+        if note := recording.save_failed(session, command, finished):
+            self._front_end.show_note(note)
         session.raise_for_status(finished, command.ranks, label=command.label)
         values = session.rank_values(finished.outcomes)
         # An object that displays itself has already done so on its rank.

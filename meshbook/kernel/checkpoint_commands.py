@@ -20,6 +20,8 @@ def checkpoint(mesh: Mesh, options: argparse.Namespace) -> None:
         return
     if options.grace is not None:
         raise UsageError("--grace is for --on-preemption: seconds between SIGTERM and the end")
+    if options.resize:
+        raise UsageError("--resize is for --on-preemption: the mesh goes on without the ranks that are ended")
     save = mesh.checkpoint(
         options.path,
         *options.names,
@@ -43,15 +45,18 @@ def restore(mesh: Mesh, options: argparse.Namespace) -> None:
 
 def heal(mesh: Mesh, options: argparse.Namespace) -> None:
     """Heal, and say what came of it."""
-    print(mesh.heal(replay=not options.no_replay, share=not options.no_share, restore=options.restore))
+    restore = options.restore
+    ranks = " ".join(options.ranks)
+    print(mesh.heal(ranks or (), replay=not options.no_replay, share=not options.no_share, restore=restore))
 
 
 def _plan_preemption(mesh: Mesh, options: argparse.Namespace) -> None:
     if options.step is not None or options.wait or options.overwrite:
         raise UsageError("--on-preemption saves later, with a number of its own: leave out --step, --wait, --overwrite")
     grace = {} if options.grace is None else {"grace_s": options.grace}
-    mesh.on_preemption(options.path, *options.names, **grace)
-    print(f"{', '.join(options.names)} will be saved in {options.path} when ranks of the mesh receive SIGTERM.")
+    mesh.on_preemption(options.path, *options.names, **grace, resize=options.resize)
+    unless = ", unless the mesh can go on without them" if options.resize else ""
+    print(f"{', '.join(options.names)} will be saved in {options.path} when ranks of the mesh receive SIGTERM{unless}.")
 
 
 def list_checkpoints(mesh: Mesh, options: argparse.Namespace) -> Table:

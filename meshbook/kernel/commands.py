@@ -8,12 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, cast
 
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
@@ -21,20 +17,22 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
-from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, UsageError
+from meshbook.errors import MeshbookError, MeshNameError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.kernel import checkpoint_commands as checkpoints
+from meshbook.kernel import debugger_commands, recording_commands, report_commands
+from meshbook.kernel import difference_commands as differences
 from meshbook.kernel.chosen_mesh import living_mesh, mesh_named, running_meshes, start_hint
-from meshbook.kernel.history import set_fold, show_history, show_logs
+from meshbook.kernel.history import set_fold, show_history
+from meshbook.kernel.log_commands import logs_command
 from meshbook.kernel.magic_command import MagicCommand
 from meshbook.kernel.magic_command import argument as _argument
-from meshbook.kernel.mesh_options import MeshOptions
 from meshbook.kernel.meshes import format_names
 from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.queries import QUERY_TIMEOUT_S
-from meshbook.kernel.resizing import resize_command
-from meshbook.mesh_axes import MeshAxes
-from meshbook.selections import parse_axes, parse_selection
+from meshbook.kernel.resizing import resize_command, spare_command
+from meshbook.kernel.start_options import MESH_ARGUMENTS, TTL_ARGUMENT, mesh_options
+from meshbook.selections import parse_selection
 from meshbook.wire import keys
 
 _MAX_NAMES_LISTED = 20
@@ -44,10 +42,10 @@ _MAX_NAMES_LISTED = 20
 
 
 def _start(notebook: Notebook, options: argparse.Namespace) -> None:
-    mesh_options = _mesh_options(options)
+    asked_for = mesh_options(options)
     known = [mesh.session for mesh in notebook.meshes.values()]
     before = time.monotonic()
-    mesh = notebook.meshes.start(mesh_options, options.name)
+    mesh = notebook.meshes.start(asked_for, options.name)
     if mesh.session in known:
         names_held = format_names(mesh.session.status().names)
         print(
@@ -60,33 +58,9 @@ def _start(notebook: Notebook, options: argparse.Namespace) -> None:
 
 def _restart(notebook: Notebook, options: argparse.Namespace) -> None:
     before = time.monotonic()
-    mesh = notebook.meshes.restart(_mesh_options(options), options.name)
+    mesh = notebook.meshes.restart(mesh_options(options), options.name)
     took = format_seconds(time.monotonic() - before)
     print(f"Mesh {_describe(mesh)} has fresh ranks, after {took}; names of before are gone.")
-
-
-def _mesh_options(options: argparse.Namespace) -> MeshOptions:
-    axes = parse_axes(options.axes) if options.axes else None
-    count = None
-    if options.count is not None:
-        if not options.count.isdecimal():
-            raise UsageError(f"-n takes a number of ranks, not {options.count!r}. Write it like: %mesh start -n 4")
-        count = MeshAxes.of(int(options.count)).size
-        if axes is not None and axes.size != count:
-            raise MeshShapeError(
-                f"axes {axes} make {axes.size} ranks, but -n asks for {count}; leave -n out, or change an axis"
-            )
-    return MeshOptions(
-        ranks=count,
-        axes=axes,
-        engine=options.engine,
-        num_hosts=options.hosts,
-        start_method="fresh" if options.fresh else None,
-        device=options.device,
-        end_on_error=False if options.no_end_on_error else None,
-        keep=options.keep,
-        orphan_ttl_s=options.ttl,
-    )
 
 
 def _stop(notebook: Notebook, options: argparse.Namespace) -> None:
@@ -229,20 +203,6 @@ def _namespace(notebook: Notebook) -> dict[str, Any]:
     return cast("dict[str, Any]", notebook.shell.user_ns)
 
 
-# ---- this machine
-
-
-def _doctor(notebook: Notebook, options: argparse.Namespace) -> None:
-    # In a separate process: it imports torch, and checks the machine as a new kernel would see it.
-    command = [sys.executable, "-m", "meshbook", "doctor"]
-    package = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
-    print(done.stdout.rstrip("\n"))
-    if done.stderr:
-        print(done.stderr.rstrip("\n"), file=sys.stderr)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -274,40 +234,28 @@ def _mesh_names(notebook: Notebook) -> Iterable[str]:
 
 _NAME = _argument("name", nargs="?")
 _RANKS = _argument("ranks", nargs="*")
-_TTL = _argument("--ttl", type=float)
 _PATH, _STEP, _NAMES = _argument("path"), _argument("--step", type=int), _argument("names", nargs="*")
-_MESH = (
-    _argument("-n", dest="count", metavar="N"),
-    _argument("--axes"),
-    _argument("--engine"),
-    _argument("--name"),
-    _argument("--hosts", type=int),
-    _argument("--fresh", action="store_true"),
-    _argument("--device"),
-    _argument("--no-end-on-error", action="store_true"),
-    _argument("--keep", action="store_true", default=None),
-    _TTL,
-)
-
 COMMANDS = {
     "start": MagicCommand(
-        "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] "
-        "[--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--on ssh://gpu1,gpu2 [--nodes N] [--per-node N]] "
+        "[--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
         "Start ranks, if none run yet; without -n or --axes one per GPU, else 2 to 4.",
         _start,
-        _MESH,
+        MESH_ARGUMENTS,
         "A mesh that runs already and is what the options ask for is left as it is, so the cell may be run again; "
         "another one is an error, which %mesh restart resolves. "
+        "--on: on machines that ssh reaches, or on a cluster of meshbook.toml. --nodes: on so many of them, else on "
+        "all. --per-node: ranks on each, else one per GPU. "
         "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
         "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached. --no-end-on-error: "
         "ranks that wait in a collective for one that has failed wait until Stop.",
     ),
     "restart": MagicCommand(
-        "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] "
-        "[--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--on ssh://gpu1,gpu2 [--nodes N] [--per-node N]] "
+        "[--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
         "Fresh ranks in place of those that run; what they hold is lost.",
         _restart,
-        _MESH,
+        MESH_ARGUMENTS,
         "Without options as many as before, with the same axes. --name: which mesh of this notebook; it keeps its "
         "name. The rest as in %mesh start.",
     ),
@@ -318,11 +266,19 @@ COMMANDS = {
         (_NAME,),
         complete=running_meshes,
     ),
+    "hosts": MagicCommand(
+        "%mesh hosts [NAME]",
+        "The machines of the mesh: state, GPUs or cores, versions, latency.",
+        lambda notebook, options: mesh_named(notebook, options.name).hosts(),
+        (_NAME,),
+        complete=lambda notebook: notebook.meshes,
+    ),
     "why": MagicCommand(
         "%mesh why",
         "Why it hangs: who waits for whom, at which line, and what to do.",
         lambda notebook, options: mesh_named(notebook).why(),
     ),
+    **debugger_commands.COMMANDS,
     "stacks": MagicCommand(
         "%mesh stacks [RANKS] [--twice] [--threads]",
         "Where the ranks are in their code, as one tree.",
@@ -342,6 +298,27 @@ COMMANDS = {
         "A live picture of it, here in the notebook.",
         lambda notebook, options: mesh_named(notebook).dashboard(),
     ),
+    "same": MagicCommand(
+        "%mesh same NAME [NAME ...] [--over AXIS]",
+        "Which replicas of a model, an optimizer or a tensor should be equal and are not.",
+        lambda notebook, options: differences.same(mesh_named(notebook), options),
+        (_argument("names", nargs="+"), _argument("--over")),
+        "NAME: or a path from one: model.layers.3. --over: compare only ranks along this axis with each other.",
+        complete=_mesh_names,
+    ),
+    "nan": MagicCommand(
+        "%mesh nan [on|off]",
+        "Tell the first number that is not finite: step, rank, module, operation; without a word, what was found.",
+        lambda notebook, options: differences.nan(mesh_named(notebook), options),
+        (_argument("state", nargs="?", choices=("on", "off")),),
+        complete=lambda notebook: ("on", "off"),
+    ),
+    "diff": MagicCommand(
+        differences.DIFF_USAGE,
+        "What two ranks hold differently, name by name.",
+        lambda notebook, options: differences.diff(mesh_named(notebook), options),
+        (_argument("words", nargs="*"),),
+    ),
     "stop": MagicCommand(
         "%mesh stop [NAME] [--now]",
         "End the mesh and all that is on it.",
@@ -358,7 +335,7 @@ COMMANDS = {
         "%mesh detach [NAME] [--ttl SECONDS]",
         "Leave it running without this notebook.",
         _detach,
-        (_NAME, _TTL),
+        (_NAME, TTL_ARGUMENT),
         "--ttl: seconds that it may live with nobody attached; without it, until it is stopped.",
         complete=lambda notebook: notebook.meshes,
     ),
@@ -389,12 +366,7 @@ COMMANDS = {
         "N: what cell N printed and how it ended, also while no notebook was there. --all: of every cell N, for a "
         "kernel that was restarted counts from 1 again.",
     ),
-    "logs": MagicCommand(
-        "%mesh logs [RANK]",
-        "What a rank last printed, also a dead one.",
-        lambda notebook, options: show_logs(mesh_named(notebook), options.rank),
-        (_argument("rank", nargs="?", type=int),),
-    ),
+    "logs": logs_command(lambda notebook: mesh_named(notebook)),
     "fold": MagicCommand(
         "%mesh fold [numbers|equal|off]",
         "Which lines of several ranks are shown as one.",
@@ -411,19 +383,23 @@ COMMANDS = {
     "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
     "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
     "heal": MagicCommand(
-        "%mesh heal [--no-replay] [--no-share] [--restore [PATH]]",
+        "%mesh heal [RANKS] [--no-replay] [--no-share] [--restore [PATH]]",
         "Fresh processes in place of dead ranks; the others keep what they hold.",
         lambda notebook, options: checkpoints.heal(mesh_named(notebook), options),
         (
+            _RANKS,
             _argument("--no-replay", action="store_true"),
             _argument("--no-share", action="store_true"),
             _argument("--restore", nargs="?", const=True, default=False),
         ),
         "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
-        "equally. --no-replay: run no cells. --no-share: copy nothing. --restore: where something is missing, all "
-        "ranks go back to the last checkpoint that has it, or to that in PATH.",
+        "equally. RANKS: these are replaced too, although they live. --no-replay: run no cells. --no-share: copy "
+        "nothing. --restore: where something is missing, all ranks go back to the last checkpoint that has it, or to "
+        "that in PATH.",
         complete=lambda notebook: ("--no-replay", "--no-share", "--restore"),
     ),
+    "spare": spare_command(lambda notebook: mesh_named(notebook)),
+    **recording_commands.COMMANDS,
     "resize": resize_command(lambda notebook: mesh_named(notebook)),
     "push": MagicCommand(
         "%mesh push NAME [NAME ...]",
@@ -441,7 +417,8 @@ COMMANDS = {
         complete=_mesh_names,
     ),
     "checkpoint": MagicCommand(
-        "%mesh checkpoint PATH NAME [NAME ...] [--step N] [--wait] [--overwrite] [--on-preemption [--grace SECONDS]]",
+        "%mesh checkpoint PATH NAME [NAME ...] [--step N] [--wait] [--overwrite] [--on-preemption [--grace SECONDS] "
+        "[--resize]]",
         "Save names of the ranks in a folder below PATH.",
         lambda notebook, options: checkpoints.checkpoint(mesh_named(notebook), options),
         (
@@ -452,10 +429,11 @@ COMMANDS = {
             _argument("--overwrite", action="store_true"),
             _argument("--on-preemption", action="store_true"),
             _argument("--grace", type=float),
+            _argument("--resize", action="store_true"),
         ),
         "Modules, optimizers, tensors, values; the name rng: random numbers. --wait: until it is committed. "
         "--overwrite: replace the checkpoint of this step. --on-preemption: when ranks are ended (SIGTERM), in --grace "
-        "seconds (25).",
+        "seconds (25); with --resize the mesh goes on without the highest ranks instead, if it can.",
         complete=lambda notebook: checkpoints.folders(),
     ),
     "checkpoints": MagicCommand(
@@ -472,5 +450,5 @@ COMMANDS = {
         (_PATH, _NAMES, _STEP),
         complete=lambda notebook: checkpoints.folders(),
     ),
-    "doctor": MagicCommand("%mesh doctor", "What this machine lacks, and how to get it.", _doctor),
+    **report_commands.COMMANDS,
 }

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from IPython.core.error import StdinNotImplementedError
 
-from meshbook.controller.console import Console, prompt_on_terminal
+from meshbook.controller.console import Console, prompt_on_terminal, prompt_text
 from meshbook.controller.past_cells import PastCell
 from meshbook.ids import Ranks, name_ranks
 from meshbook.kernel import sink
@@ -65,7 +65,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def prompt(self, request: InputRequest) -> str | None:
-        """Ask the user for a rank's input() and return the reply; None: there is nobody to ask."""
+        """Ask the user for a rank's input(), or a debugger command, and return the reply; None: nobody is there."""
 
     def add_notice(self, text: str, then: Callable[[], object] = lambda: None) -> None:
         """Add a note to show with the next cell; `then` is called when it has been shown."""
@@ -143,7 +143,7 @@ class JupyterFrontEnd(FrontEnd):
         return bool(getattr(self._kernel, "_allow_stdin", True))
 
     def prompt(self, request: InputRequest) -> str | None:
-        prompt = f"[rank {request.rank}] {request.prompt}"
+        prompt = prompt_text(request)
         try:
             reply = self._kernel.getpass(prompt) if request.password else self._kernel.raw_input(prompt)
         except StdinNotImplementedError:

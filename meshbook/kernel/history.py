@@ -1,4 +1,4 @@
-"""`%mesh history`, `%mesh logs` and `%mesh fold`: which cells ran on a mesh, what was printed, and how it is shown."""
+"""`%mesh history` and `%mesh fold`: which cells ran on a mesh, what was printed, and how it is shown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from meshbook.controller.past_cells import fetch_past_cells
 from meshbook.controller.tables import Table, history_table
 from meshbook.kernel.notebook import Notebook
 
-_LOG_BYTES_ONE_RANK = 1 << 16
-_LOG_BYTES_PER_RANK = 1 << 12
 _FOLDS = {
     "numbers": "Lines that are equal, or differ only in numbers, are shown once, with the ranks' numbers.",
     "equal": "Equal lines of several ranks are shown once; others by rank.",
@@ -39,13 +37,3 @@ def set_fold(mesh: Mesh, options: argparse.Namespace) -> None:
     """Set which lines of several ranks are shown as one, or say which are (None)."""
     mesh.fold = options.lines or mesh.fold
     print(_FOLDS[mesh.fold])
-
-
-def show_logs(mesh: Mesh, rank: int | None) -> None:
-    """Print the last output of a rank, more of it than of each rank where all are asked for (None)."""
-    ranks = mesh.ranks if rank is None else (rank,)
-    for one in ranks:
-        text = mesh.logs(one, _LOG_BYTES_ONE_RANK if len(ranks) == 1 else _LOG_BYTES_PER_RANK)
-        if len(ranks) > 1:
-            print(f"---- rank {one}")
-        print(text.rstrip("\n") if text else f"(rank {one} has printed nothing)")

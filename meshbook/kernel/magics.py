@@ -20,7 +20,22 @@ from meshbook.kernel.commands import COMMANDS, suggest
 from meshbook.kernel.hints import hide_traceback
 from meshbook.kernel.notebook import Notebook
 
-CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0 | --actor NAME] [-m NAME] [--setup] [--bg]"
+CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0 | --actor NAME] [-m NAME] [--setup] [--bg] [--break] [--record]"
+
+
+# What other tools call a command.
+SYNONYMS = {
+    "exit": "stop",
+    "info": "status",
+    "ls": "list",
+    "ps": "status",
+    "quit": "stop",
+    "ranks": "status",
+    "shutdown": "stop",
+    "stat": "status",
+    "top": "dashboard",
+    "version": "doctor",
+}
 
 
 class _RaisingParser(argparse.ArgumentParser):
@@ -47,6 +62,8 @@ def _help_text() -> str:
             "",
             "--ranks, or a place along axes: where it runs. -m: on which mesh. --setup: also on ranks that join later.",
             "--bg: in the background; `_` is then a future, and the output goes on under the cell.",
+            "--break: the debugger stops at the first line; `h` at its prompt lists the commands.",
+            "--record: keep what a replay of it needs; if it fails, `%mesh replay` runs it again in one process.",
         ]
     )
 
@@ -83,15 +100,27 @@ def _run_cell(notebook: Notebook, line: str, cell: str) -> Any:
     parser.add_argument("-m", "--mesh")
     parser.add_argument("--setup", action="store_true")
     parser.add_argument("--bg", action="store_true")
+    parser.add_argument("--break", action="store_true", dest="stop_first")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--actor")
     parser.add_argument("where", nargs="*")
     options = parser.parse_intermixed_args(words)
     if options.ranks is not None and options.where:
         parser.error(f"--ranks {options.ranks} and {' '.join(options.where)} both say where; keep one")
+    if options.bg and options.stop_first:
+        parser.error("--break asks for commands, which a cell in the background cannot; leave --bg out")
     if not cell.strip():
         raise UsageError("the cell is empty; write what the ranks shall run below the %%mesh line")
     if options.actor is not None:
-        if options.ranks or options.where or options.mesh or options.setup or options.bg:
+        if (
+            options.ranks
+            or options.where
+            or options.mesh
+            or options.setup
+            or options.bg
+            or options.stop_first
+            or options.record
+        ):
             parser.error("--actor NAME stands alone: the cell runs in every actor of that name")
         from meshbook.actors.cells import run_in_actors  # imported here: a kernel without actors starts faster
         from meshbook.actors.lookup import find_actors
@@ -103,6 +132,8 @@ def _run_cell(notebook: Notebook, line: str, cell: str) -> Any:
         ranks=options.ranks or " ".join(options.where) or None,
         setup=options.setup,
         background=options.bg,
+        stop_first=options.stop_first,
+        record=options.record,
     )
 
 
@@ -114,7 +145,8 @@ def _run_line(notebook: Notebook, line: str) -> Any:
         return None
     command = COMMANDS.get(word)
     if command is None:
-        hint = suggest(word, COMMANDS, "%mesh ") or f"there is {', '.join(COMMANDS)}"
+        meant = f"did you mean %mesh {SYNONYMS[word]}?" if word in SYNONYMS else suggest(word, COMMANDS, "%mesh ")
+        hint = meant or f"there is {', '.join(COMMANDS)}"
         raise UsageError(f"there is no %mesh {word}; {hint}")
     if "--help" in rest or "-h" in rest:
         print("\n".join(filter(None, (command.usage, command.summary, command.details))))

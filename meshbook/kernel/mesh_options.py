@@ -10,7 +10,7 @@ from meshbook.ids import format_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import MeshInfo, MeshSpec
 
-_SPEC_FIELDS = ("engine", "num_hosts", "start_method", "device", "end_on_error")
+_SPEC_FIELDS = ("engine", "on", "num_hosts", "start_method", "device", "end_on_error")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MeshOptions:
 
     Attributes:
         ranks: how many; `axes` comes before it.
-        engine, num_hosts, start_method, device, end_on_error: as `meshbook.create_mesh`.
+        engine, on, num_hosts, start_method, device, end_on_error: as `meshbook.create_mesh`.
         keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
         orphan_ttl_s: seconds that it may live without any client.
     """
@@ -27,6 +27,7 @@ class MeshOptions:
     ranks: int | None = None
     axes: MeshAxes | None = None
     engine: str | None = None
+    on: str | None = None
     num_hosts: int | None = None
     start_method: str | None = None
     device: str | None = None
@@ -57,6 +58,7 @@ class MeshOptions:
             found.append(f"it has {describe_size(spec)}, and {asked_for} are asked for")
         for what, requested, actual in (
             ("engine", self.engine, spec.engine),
+            ("address", self.on, spec.on or "this machine"),
             ("start method", self.start_method, spec.start_method),
             ("number of hosts", self.num_hosts, spec.num_hosts),
         ):

@@ -10,10 +10,9 @@ import msgspec
 
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import Defaults, read_defaults
-from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
-from meshbook.controller.starting import attach, generate_mesh_name, make_spec, open_session, start_ranks
+from meshbook.controller.starting import attach, generate_mesh_name, launch_session, make_spec, start_ranks
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, UsageError
 from meshbook.ids import name_ranks
 from meshbook.kernel.mesh_options import MeshOptions
@@ -175,12 +174,14 @@ class NotebookMeshes(Mapping[str, Mesh]):
     def _start(
         self, grid: MeshAxes, spec: messages.MeshSpec, name: str | None, persistent: bool, orphan_ttl_s: float | None
     ) -> Mesh:
-        session, environment = self._obtain_supervisor(name, orphan_ttl_s)
+        session, environment = self._obtain_supervisor(name, orphan_ttl_s, cold=bool(spec.on))
         mesh = Mesh.of(start_ranks(session, grid, _with_environment(spec, environment)), grid)
         self._add(mesh, persistent=persistent)
         return mesh
 
-    def _obtain_supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
+    def _obtain_supervisor(
+        self, name: str | None, ttl: float | None, *, cold: bool
+    ) -> tuple[Session, Mapping[str, str]]:
         """Return a session of a supervisor without ranks, and the environment that its ranks will inherit."""
         warm_starter = self._warm_starter
         if warm_starter is not None and name is None and ttl is None:
@@ -189,9 +190,12 @@ class NotebookMeshes(Mapping[str, Mesh]):
                 return standby, warm_starter.inherited_environment
         elif warm_starter is not None and not self._meshes:
             warm_starter.close()
-        found = launch_supervisor(name or generate_mesh_name(mesh_name_stem(self._owner)), owner=self._owner)
+        generated = generate_mesh_name(mesh_name_stem(self._owner))
         orphan_ttl_s = read_defaults().orphan_ttl_s if ttl is None else ttl
-        return open_session(found, kind=self._kind, orphan_ttl_s=orphan_ttl_s), dict(os.environ)
+        session = launch_session(
+            name or generated, owner=self._owner, cold=cold, kind=self._kind, orphan_ttl_s=orphan_ttl_s
+        )
+        return session, dict(os.environ)
 
     def _find_running(self, name: str | None) -> Mesh | None:
         """Return the running mesh that `start` refers to, or None if it must be started.

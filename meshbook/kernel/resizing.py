@@ -1,4 +1,4 @@
-"""The command `%mesh resize`."""
+"""The commands `%mesh resize` and `%mesh spare`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def resize_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
         "New ranks run the setup cells, and the imports and definitions of other cells, and get what the others hold "
         "equally. The highest ranks leave.",
         complete=lambda notebook: [f"{name}=" for name in notebook.mesh.axes] if notebook.mesh is not None else (),
+    )
+
+
+def spare_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
+    """Return the command, which keeps spares of the mesh that `mesh_of` returns."""
+    return MagicCommand(
+        "%mesh spare [N]",
+        "Processes that are ready to become ranks; N: keep so many on each machine.",
+        lambda notebook, options: mesh_of(notebook).spare(options.num),
+        (argument("num", nargs="?", type=int),),
+        "%mesh heal and %mesh resize take them first. They have imported what the ranks have. 0: end them.",
     )
 
 

@@ -32,7 +32,8 @@ ROUTED_REQUESTS = frozenset(
 )
 # A cell with only this line inspects the current mesh, for example why the running cell hangs.
 _INSPECTION_MAGIC = re.compile(
-    r"\s*%mesh\s+(why|stacks|health|memory|status|logs|history|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z"
+    r"\s*%mesh\s+(why|stacks|health|memory|status|logs|history|actors|debug|interrupt|kill|dashboard|report)\b"
+    r"[^\n]*\s*\Z"
 )
 # Minimum age in seconds of the running cell, which must be the only open one. The cells of Run All arrive together and
 # must run in order.

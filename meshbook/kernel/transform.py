@@ -43,8 +43,8 @@ LOCAL_CELL_MAGICS = frozenset(
 LOCAL_LINE_MAGICS = frozenset([
     "mesh", "alias_magic", "autocall", "automagic", "autosave", "clear", "colors", "config", "connect_info",
     "doctest_mode", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff", "logon", "logstart",
-    "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page", "pastebin", "pdb",
-    "popd", "pushd", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
+    "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page", "pastebin", "popd",
+    "pushd", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
     "xmode", "conda", "mamba", "micromamba", "pip", "uv",
 ])  # fmt: skip
 
@@ -102,8 +102,9 @@ def plan_cell(source: str, *, auto: bool = True) -> CellPlan:
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
     if first is None:
         return CellPlan("here", local_source=source)
+    asked = _parse_help(source) if auto else None
     cell_magic = _CELL_MAGIC.match(lines[first])
-    if cell_magic is not None:
+    if cell_magic is not None and asked is None:
         name = cell_magic["name"]
         alone = lines[first].strip() == cell_magic[0]
         if name in CONTROLLER_MAGICS and alone:
@@ -113,7 +114,7 @@ def plan_cell(source: str, *, auto: bool = True) -> CellPlan:
         return CellPlan("ranks", remote_source=source)
     if not auto:
         return CellPlan("here", local_source=source)
-    if (asked := _parse_help(source)) is not None:
+    if asked is not None:
         return asked
     if _EXIT.fullmatch(source.strip()):
         return CellPlan("here", local_source=source)

@@ -2,7 +2,8 @@
 
 A restarted kernel is the same notebook: it searches for meshes with its owner key. If there is none, it launches a
 supervisor without ranks, whose fork server imports torch meanwhile; the first cell then waits for ranks and not for
-imports. An unused supervisor is stopped: by this process on an orderly exit, by its own time to live after a crash.
+imports. An unused supervisor is stopped: by this process on an orderly exit, by its own time to live after a crash,
+which is short as long as it has no ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +14,12 @@ import re
 import threading
 from pathlib import Path
 
-from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.session import Session
-from meshbook.controller.starting import generate_mesh_name, open_session
+from meshbook.controller.starting import generate_mesh_name, launch_session, open_session
 from meshbook.errors import MeshbookError
 from meshbook.wire import keys
 
 log = logging.getLogger("meshbook.kernel")
-
-# Seconds that a supervisor without ranks lives after its kernel crashed: a restarter needs about 5 to start the kernel
-# again, which then finds it warm.
-STANDBY_TTL_S = 10.0
 
 
 class WarmStarter:
@@ -55,15 +51,8 @@ class WarmStarter:
         """Return the warm supervisor and hand it over to the caller; None: there is none. Waits for its launch."""
         self._thread.join()
         standby, self._standby = self._standby, None
-        if standby is None or standby.ended is not None:
-            return None
-        try:
-            session = open_session(standby.connection.connection_info, kind=self._kind, orphan_ttl_s=self._orphan_ttl_s)
-            standby.detach()  # removes its short time to live
-        except MeshbookError as error:
-            log.warning("the warm supervisor is gone: %s", error)
-            return None
-        return session
+        is_usable = standby is not None and standby.ended is None and standby.connection.connection_info.is_alive
+        return standby if is_usable else None
 
     def close(self) -> None:
         """Stop the supervisor if it was not used. Waits until it has exited."""
@@ -81,8 +70,10 @@ class WarmStarter:
             self._search_done.set()
         if self._warm and not self._found and self._standby is None:
             try:
-                found = launch_supervisor(generate_mesh_name(mesh_name_stem(self._owner)), owner=self._owner)
-                self._standby = open_session(found, kind=self._kind, orphan_ttl_s=STANDBY_TTL_S)
+                name = generate_mesh_name(mesh_name_stem(self._owner))
+                self._standby = launch_session(
+                    name, owner=self._owner, kind=self._kind, orphan_ttl_s=self._orphan_ttl_s
+                )
             except Exception as error:  # the first cell starts one, or reports the error
                 log.warning("no supervisor could be started ahead of time: %s", error)
 

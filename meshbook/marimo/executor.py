@@ -79,11 +79,12 @@ async def _run_async(mesh: Mesh, source: str) -> CellResult:
 
     The cell's own task prints the output, so that marimo attributes it to the cell.
     """
-    session, ranks = mesh.session, mesh.resolve_ranks(None)
+    session, chosen_at = mesh.session, mesh.session.info.num_rank_changes
+    ranks = mesh.resolve_ranks(None)
     console = Console(ranks, echo=True)
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[tuple[messages.FoldedItem, ...] | None] = asyncio.Queue()
-    command = session.cell_command(source, ranks, label=_LABEL)
+    command = session.cell_command(source, ranks, chosen_at=chosen_at, label=_LABEL)
     future = session.request(command, on_output=lambda items: loop.call_soon_threadsafe(inbox.put_nowait, items))
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(inbox.put_nowait, None))
     cancelled = False

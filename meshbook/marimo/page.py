@@ -6,6 +6,7 @@ one is missing, the cell is treated as ordinary code.
 
 from __future__ import annotations
 
+import getpass
 import html
 import os
 import sys
@@ -75,6 +76,14 @@ def append_output(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
     return True
 
 
+def ask(prompt: str, *, password: bool) -> str | None:
+    """Ask the user of the page below the cell that this thread runs; None: this marimo cannot."""
+    if password:
+        return getpass.getpass(prompt)  # marimo's own, in a notebook that is edited
+    reply = _call_marimo("marimo._runtime.input_override", "input_override", prompt)
+    return None if reply is None else str(reply)
+
+
 def has_output() -> bool:
     """Whether the cell that this thread runs has an output already."""
     cell = running_cell()
@@ -108,10 +117,10 @@ class _MimeOutput:
         return self._mime
 
 
-def _call_marimo(module: str, function: str) -> Any:
+def _call_marimo(module: str, function: str, *args: Any) -> Any:
     """Call one of marimo's functions; None if marimo is not in use, or lacks the function."""
-    implementation: Callable[[], Any] | None = getattr(sys.modules.get(module), function, None)
+    implementation: Callable[..., Any] | None = getattr(sys.modules.get(module), function, None)
     try:
-        return implementation() if implementation is not None else None
+        return implementation(*args) if implementation is not None else None
     except Exception:
         return None

@@ -39,5 +39,11 @@ def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:
     return () if actors is None else actors.snapshot_endpoints()
 
 
+def record_messages(recorder: Any) -> None:
+    """Have the messages of the rank's actors noted by `recorder`, also of actors to come; None: no longer."""
+    if recorder is not None or _imported() is not None:
+        importlib.import_module(ACTORS_MODULE).record_messages(recorder)
+
+
 def _imported() -> ModuleType | None:
     return sys.modules.get(ACTORS_MODULE)

@@ -7,7 +7,13 @@ from meshbook.wire.spawn import RankConfig
 
 
 def choose_device(config: RankConfig) -> str:
-    """Return `cuda:<local rank>` when there is a GPU for every rank of this host, else `cpu`."""
+    """Return `cuda:<local rank>` if there is a GPU for every rank of this host, else `cpu`; or what the user asks for.
+
+    Ranks that are to be on GPUs and are more than those share them in turn.
+
+    Raises:
+        StartError: CUDA is asked for, and there is no GPU.
+    """
     spec = config.spec
     if spec.torch and spec.device != "cpu":
         import torch
@@ -18,6 +24,18 @@ def choose_device(config: RankConfig) -> str:
         if num_gpus >= config.local_world_size or spec.device == "cuda":
             return f"cuda:{config.local_rank % max(1, num_gpus)}"
     return "cpu"
+
+
+def choose_backend(config: RankConfig, device: str) -> str:
+    """Return the backend of the rank's process groups: NCCL if each rank has a GPU of its own, else gloo.
+
+    NCCL refuses two ranks on one GPU; gloo copies CUDA tensors through the CPU's memory.
+    """
+    if not device.startswith("cuda:"):
+        return "gloo"
+    import torch
+
+    return "nccl" if torch.cuda.device_count() >= config.local_world_size else "gloo"
 
 
 def select_device(device: str) -> None:

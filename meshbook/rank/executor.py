@@ -19,17 +19,19 @@ from meshbook.ids import CallId
 from meshbook.rank import limits
 from meshbook.rank.call_state import CallState
 from meshbook.rank.cells import tracebacks
-from meshbook.rank.cells.code_runner import CodeRunner
+from meshbook.rank.cells.code_runner import CellRun, CodeRunner
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.checkpoints.door import CheckpointDoor
+from meshbook.rank.differences.sentinel_door import SentinelDoor
 from meshbook.rank.healing.replay import replay_cells
-from meshbook.rank.healing.sharded import find_sharded
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.process_groups.rank_groups import RankGroups
+from meshbook.rank.recording.door import RecordingDoor
 from meshbook.rank.reporter import Reporter
+from meshbook.rank.resharding.door import ReshardingDoor
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
@@ -47,6 +49,7 @@ class Executor:
     def __init__(
         self,
         rank: int,
+        device: str,
         state: CallState,
         shell: RankShell,
         runner: CodeRunner,
@@ -59,13 +62,15 @@ class Executor:
         crash_log: CrashLog,
         checkpoints: CheckpointDoor,
         preemption: PreemptionPoint,
+        sentinel: SentinelDoor,
     ) -> None:
-        self._checkpoints, self._preemption = checkpoints, preemption
+        self._checkpoints, self._preemption, self._sentinel = checkpoints, preemption, sentinel
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
         self._elastic_runs: ElasticRuns | None = None  # with the first process groups
-        self._num_resizes = 0  # of the mesh, that this rank knows of
+        self._recording = RecordingDoor(rank, device, shell, groups)
+        self._resharding = ReshardingDoor(rank, shell.user_ns, groups, shell.user_names)
         self._handlers: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
@@ -75,10 +80,14 @@ class Executor:
             messages.DeleteNames: self._delete_names,
             messages.FormGroups: self._form_groups,
             messages.FindSharded: self._find_sharded,
+            messages.MoveShards: self._move_shards,
             messages.ReplayCells: self._replay_cells,
             messages.ShareState: self._share_state,
             messages.SaveCheckpoint: self._save_checkpoint,
             messages.RestoreCheckpoint: self._restore_checkpoint,
+            messages.DescribeState: self._describe_state,
+            messages.CompareTensors: self._compare_tensors,
+            messages.SetSentinel: self._set_sentinel,
             messages.RollBack: self._roll_back,
         }
 
@@ -88,7 +97,7 @@ class Executor:
         work = self._reporter.work_socket
         while True:
             try:
-                command = codec.rank_commands.decode(work.recv_multipart())
+                command = codec.rank_commands.decode_body(work.receive())
                 if isinstance(command, messages.Exit):
                     return
                 handler = self._handlers.get(type(command))
@@ -116,6 +125,7 @@ class Executor:
                 self._elastic_runs.call_began(command.call, getattr(command, "source", label))
             self._groups.call_began(command.call, label, monotonic())
             outcome = handler(command)
+            self._sentinel.call_ended()
         except KeyboardInterrupt:  # between two lines of Meshbook, when no user code is running
             outcome = Outcome(status="interrupted")
         except BaseException as error:
@@ -163,7 +173,10 @@ class Executor:
     # ---- commands
 
     def _run_cell(self, command: messages.RunCell) -> Outcome:
-        run = self._runner.run(command)
+        before = self._recording.recording(command)
+        run = self._runner.run(command, before=before)
+        if before is not None:
+            self._recording.ended(run)
         value = None
         if run.has_result and not command.silent:
             value = self._describe_value(command.call, run.result, command.inline_limit, retain=True)
@@ -189,16 +202,30 @@ class Executor:
     def _call_function(self, command: messages.CallFunction) -> Outcome:
         function, args, kwargs = self._objects.unpickle(command.function)
         self._objects.inject_globals(function)
-        return self._call_and_describe(command, lambda: function(*args, **kwargs))
+        before = self._recording.recording_call(command, function, args, kwargs)
+
+        def call() -> Any:
+            if before is not None:
+                before()
+            return function(*args, **kwargs)
+
+        return self._call_and_describe(command, call, allow_input=command.allow_input, recorded=before is not None)
 
     def _evaluate(self, command: messages.Evaluate) -> Outcome:
         expression = self._objects.unpickle(command.expression)
         return self._call_and_describe(command, lambda: self._objects.evaluate(expression))
 
     def _call_and_describe(
-        self, command: messages.CallFunction | messages.Evaluate, function: Callable[[], Any]
+        self,
+        command: messages.CallFunction | messages.Evaluate,
+        function: Callable[[], Any],
+        *,
+        allow_input: bool = False,
+        recorded: bool = False,
     ) -> Outcome:
-        called = self._runner.call(function)
+        called = self._runner.call(function, allow_input=allow_input)
+        if recorded:
+            self._recording.ended(called)
         if called.status != "ok":
             return Outcome(status=called.status, error=called.error)
         if command.always_retain:
@@ -223,6 +250,7 @@ class Executor:
 
     def _form_groups(self, command: messages.FormGroups) -> Outcome:
         """Form the process groups of this generation; with the first, bind the names that user code finds."""
+        is_resized = self._resharding.groups_forming(command)
         try:
             names, backend = self._groups.form(command)
         except Exception as error:
@@ -238,15 +266,28 @@ class Executor:
             loop.install(self._elastic_runs)
         if command.generation == 1 or "rank" not in self._shell.user_ns:
             self._shell.bind_presets(**names)
-        elif command.num_resizes > self._num_resizes:
+        elif is_resized:
             self._shell.rebind_presets(**names)
             self._objects.drop_tensors()
-        self._num_resizes = command.num_resizes
+        self._resharding.groups_formed(command)
         return Outcome(status="ok", reply={"backend": backend})
 
     def _find_sharded(self, command: messages.FindSharded) -> Outcome:
-        names, namespace = self._shell.user_names(), self._shell.user_ns
-        return Outcome(status="ok", reply=find_sharded(namespace, names, command.size_dependent))
+        if self._elastic_runs is not None:
+            from meshbook.rank.elastic.rollback import drop_changed  # imports torch, which a mesh may not have
+
+            drop_changed(self._elastic_runs)
+        return Outcome(status="ok", reply=self._resharding.find(command))
+
+    def _move_shards(self, command: messages.MoveShards) -> Outcome:
+        if command.step == "commit":  # what Stop must not cut short
+            self._resharding.commit()
+            if self._elastic_runs is not None:
+                from meshbook.rank.elastic.rollback import shards_moved  # imports torch, which a mesh may not have
+
+                shards_moved(self._elastic_runs)
+            return Outcome(status="ok")
+        return _reply_of(self._runner.call(lambda: self._resharding.move(command)))
 
     def _replay_cells(self, command: messages.ReplayCells) -> Outcome:
         return Outcome(status="ok", reply=replay_cells(command, self._runner, self._groups.solo))
@@ -267,13 +308,28 @@ class Executor:
         )
 
     def _save_checkpoint(self, command: messages.SaveCheckpoint) -> Outcome:
-        saved = self._runner.call(lambda: self._checkpoints.save(command))
-        return Outcome(status=saved.status, error=saved.error, reply=saved.result)
+        return _reply_of(self._runner.call(lambda: self._checkpoints.save(command)))
 
     def _restore_checkpoint(self, command: messages.RestoreCheckpoint) -> Outcome:
         restored = self._runner.call(lambda: self._checkpoints.restore(command))
         bound = tuple(restored.result["bound"]) if restored.status == "ok" else ()
         return Outcome(status=restored.status, error=restored.error, bound_names=bound)
+
+    def _describe_state(self, command: messages.DescribeState) -> Outcome:
+        from meshbook.rank.differences.state import describe_state  # imports torch, which a mesh may not have
+
+        names, ring = self._shell.user_names(), self._groups.ring
+        described = self._runner.call(lambda: describe_state(command.names, self._shell.user_ns, names, ring))
+        return _reply_of(described)
+
+    def _compare_tensors(self, command: messages.CompareTensors) -> Outcome:
+        from meshbook.rank.differences.comparing import compare_tensors  # imports torch, which a mesh may not have
+
+        compared = self._runner.call(lambda: compare_tensors(self._rank, command.comparisons, self._shell.user_ns))
+        return _reply_of(compared)
+
+    def _set_sentinel(self, command: messages.SetSentinel) -> Outcome:
+        return _reply_of(self._runner.call(lambda: self._sentinel.switch(on=command.on)))
 
     def _roll_back(self, command: messages.RollBack) -> Outcome:
         runs = self._elastic_runs
@@ -281,11 +337,17 @@ class Executor:
             return Outcome(status="ok", reply={"names": [], "step": 0})
         from meshbook.rank.elastic.rollback import roll_back  # imports torch, which a mesh may not have
 
-        rolled = self._runner.call(lambda: roll_back(runs, command.about_calls))
+        rolled = self._runner.call(lambda: roll_back(runs, command.about_calls, command.names))
         return Outcome(status=rolled.status, error=rolled.error, reply=rolled.result)
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)
+
+
+def _reply_of(run: CellRun) -> Outcome:
+    """Return the outcome of a call of Meshbook's own, with what it returned as the reply."""
+    reply = msgspec.to_builtins(run.result) if run.status == "ok" else None
+    return Outcome(status=run.status, error=run.error, reply=reply)
 
 
 def _print_error(error: BaseException) -> None:

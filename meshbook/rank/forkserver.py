@@ -21,27 +21,16 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
+from meshbook.rank.imported_modules import PRELOADED_MODULES
 from meshbook.wire import spawn
-from meshbook.wire.process_control import die_with_parent, kill_process_group
-
-# Modules that every rank needs, imported here so that their pages are shared. DTensor and FSDP2 are common with
-# torch.distributed; importing them here costs 0.3 s once and saves 0.3 s and 20 MiB in every rank that uses them.
-_PRELOADED_MODULES = (
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.nn.parallel",
-    "torch.optim",
-)
+from meshbook.wire.process_control import die_with_pipe, kill_process_group
 
 
 def serve(fd: int, *, with_torch: bool, listen_path: str) -> NoReturn:
     """Fork on request until the host closes its end of the socket."""
     started = time.monotonic()
     host = socket.socket(fileno=fd)
-    for name in _PRELOADED_MODULES if with_torch else ():
+    for name in PRELOADED_MODULES if with_torch else ():
         importlib.import_module(name)
     from meshbook.rank import main as _rank_main  # after torch, so that its threads setting applies
     from meshbook.rank.actor_hooks import ACTORS_MODULE
@@ -104,12 +93,13 @@ def _bind_listener(path: str) -> socket.socket:
 
 
 def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
-    signal_fd = _open_signal_pipe()
+    signal_fd, wakeup_fd = _open_signal_pipe()
     ranks: set[int] = set()  # the processes that have not been reaped
+    forked: dict[int, int] = {}  # the process of each request
     while True:
         readable, _, _ = select.select([host.fileno(), signal_fd, listener.fileno()], [], [])
         if listener.fileno() in readable:
-            _fork_detached_server(host, listener, signal_fd, _rank_main)
+            _fork_detached_server(host, listener, (signal_fd, wakeup_fd), _rank_main)
         if signal_fd in readable:
             signals = b""
             with contextlib.suppress(BlockingIOError):
@@ -119,7 +109,7 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
             ranks.difference_update(_reap_children(host))
         if host.fileno() in readable:
             try:
-                data, descriptors, _, _ = socket.recv_fds(host, spawn.RECEIVE_BYTES, 6)
+                data, descriptors, _, _ = socket.recv_fds(host, spawn.RECEIVE_BYTES, 8)
             except ConnectionError:  # the host was killed
                 data = b""
             if not data:
@@ -128,26 +118,46 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
                 os._exit(0)
             command = spawn.fork_commands.decode(data)
             if isinstance(command, spawn.CommandInFile):
-                with open(descriptors.pop(), "rb") as file:
-                    file.seek(0)
-                    command = spawn.fork_commands.decode(file.read())
+                command = spawn.read_file(descriptors.pop(), spawn.fork_commands)
+            assert isinstance(command, (spawn.ForkRank, spawn.ForkSpare))
+            number = command.number
+            pid = forked.get(number)
             reply: spawn.ForkReport
+            replied, has_replied = os.pipe()
             try:
-                pid = os.fork()
+                if pid is None:  # else a standby of the host asks again for what may have been lost
+                    pid = os.fork()
             except OSError as error:
-                reply = spawn.ForkFailed(f"{error.strerror}: this user or container may have no more processes")
+                text = f"{error.strerror}: this user or container may have no more processes"
+                reply = spawn.ForkFailed(number, text)
             else:
                 if pid == 0:
                     listener.close()  # otherwise it would accept connections without replies as long as a rank lives
+                    os.close(has_replied)
+                    _end_without_reply(replied)
                     _run_child(_rank_main, host, command, descriptors)
-                ranks.add(pid)
-                reply = spawn.Forked(pid)
+                if number not in forked:
+                    forked[number] = pid
+                    ranks.add(pid)
+                reply = spawn.Forked(number, pid)
             for descriptor in descriptors:
                 os.close(descriptor)
             host.send(spawn.encoder.encode(reply))
+            os.write(has_replied, b"x")
+            os.close(has_replied)
+            os.close(replied)
 
 
-def _fork_detached_server(host: socket.socket, listener: socket.socket, signal_fd: int, rank_main: object) -> None:
+def _end_without_reply(replied: int) -> None:
+    """In a child: end if the server has been killed before it has replied; the host then starts another process."""
+    if not os.read(replied, 1):
+        os._exit(1)
+    os.close(replied)
+
+
+def _fork_detached_server(
+    host: socket.socket, listener: socket.socket, signal_pipe: tuple[int, int], rank_main: object
+) -> None:
     """Fork a server for another mesh. It is detached from this one, and ends when that mesh's host disconnects."""
     connection, _ = listener.accept()
     try:
@@ -162,8 +172,9 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, signal_f
     try:
         if os.fork() == 0:
             # Close this server's own descriptors: a forked server is forked again, and would pass on more each time.
-            os.close(signal.set_wakeup_fd(-1))
-            os.close(signal_fd)
+            signal.set_wakeup_fd(-1)  # from Python 3.12 on asyncio has done so in every child
+            for fd in signal_pipe:
+                os.close(fd)
             host.close()
             listener.close()
             request = spawn.branch_requests.decode(connection.recv(spawn.RECEIVE_BYTES))
@@ -178,8 +189,8 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, signal_f
         os._exit(0)
 
 
-def _open_signal_pipe() -> int:
-    """Return a descriptor from which the numbers of signals can be read: a child has exited, or SIGTERM came.
+def _open_signal_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe from which the numbers of signals can be read: a child has exited, or SIGTERM came.
 
     SIGTERM does not end the server, because its ranks would end with it: their host decides.
     """
@@ -187,7 +198,7 @@ def _open_signal_pipe() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    return readable
+    return readable, writable
 
 
 def _reap_children(host: socket.socket) -> Iterator[int]:
@@ -211,15 +222,12 @@ def _run_child(rank_main: object, host: socket.socket, command: spawn.ForkComman
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         host.close()
-        die_with_parent()
-        match command:
-            case spawn.ForkRank(config=config):
-                read_out, read_err, write_out, write_err, crash_log_fd = descriptors
-                os.dup2(write_out, 1)
-                os.dup2(write_err, 2)
-                os.close(write_out)
-                os.close(write_err)
-                rank_main.run_rank(config, (read_out, read_err), crash_log_fd)  # type: ignore[attr-defined]
+        read_out, read_err, write_out, write_err, crash_log_fd, host_pipe, *channel = descriptors
+        os.dup2(write_out, 1)
+        os.dup2(write_err, 2)
+        os.close(write_out)
+        os.close(write_err)
+        rank_main.run(command, (read_out, read_err), crash_log_fd, host_pipe, *channel)  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()
     finally:
@@ -229,8 +237,8 @@ def _run_child(rank_main: object, host: socket.socket, command: spawn.ForkComman
 
 def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv, listen_path=sys.argv[2])
+    die_with_pipe(int(sys.argv[2]), with_group=False)  # whoever its parent is: a standby may take the host's place
+    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv, listen_path=sys.argv[3])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """SIGINT on a rank: KeyboardInterrupt in user code, and nowhere else.
 
-A rank inherits "ignore SIGINT" from the processes that started it, and a KeyboardInterrupt between two lines of
-Meshbook would leave an inconsistent state. So Meshbook's own handler is always installed, and raises only while it is
-armed. However, a SIGINT does not identify its target, and one that arrives before the work begins is lost. So an
-interrupt is also sent with the id of its call (`interrupt_call`). Does not depend on cells or messages.
+A rank inherits "ignore SIGINT" from the processes that started it, in a Ray cluster "block SIGINT" too, and a
+KeyboardInterrupt between two lines of Meshbook would leave an inconsistent state. So Meshbook's own handler is always
+installed, and raises only while it is armed. However, a SIGINT does not identify its target, and one that arrives
+before the work begins is lost. So an interrupt is also sent with the id of its call (`interrupt_call`). Does not depend
+on cells or messages.
 
 Nor does it raise inside the few functions that must complete, such as `Condition.__enter__` and the start of a child
 (`wire/interrupt_points`). Then a short-lived thread sends a signal to have the handler called again, until they are
@@ -17,7 +18,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -65,10 +66,22 @@ class InterruptGate:
         }
         self._previous_handlers: dict[int, Any] = {}  # while it is installed
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether the main thread runs user code."""
+        return self._armed
+
+    def also_handle(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        """Handle another signal as well, as long as the gate is installed. Main thread only."""
+        self._handlers[number] = handler
+        if self._previous_handlers:
+            self._previous_handlers[number] = signal.signal(number, handler)
+
     def install(self) -> None:
-        """Handle SIGINT from now on. Main thread only."""
+        """Handle SIGINT from now on, also where whoever started this process had blocked it. Main thread only."""
         self._pid = os.getpid()
         self._previous_handlers = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
 
     def uninstall(self) -> None:
         """Restore the former handlers."""
@@ -158,7 +171,7 @@ class InterruptGate:
                 self.arm()
 
     def _on_sigint(self, _number: int, frame: FrameType | None) -> None:
-        if self._interrupted_call == self.call_id and monotonic() - self._raised_at < SIGINT_DEBOUNCE_S:
+        if self._interrupted_call == self.call_id and _running_clock() - self._raised_at < SIGINT_DEBOUNCE_S:
             self.num_missed += 1
         else:
             self._interrupt_at(frame)
@@ -210,5 +223,20 @@ class InterruptGate:
         self.num_raised += 1
         self._postponed.clear()
         self._interrupted_call = self.call_id
-        self._raised_at = monotonic()
+        self._raised_at = _running_clock()
         raise KeyboardInterrupt
+
+
+def _running_clock() -> float:
+    """The clock, but for the time in which this thread could run and got no processor.
+
+    A signal that is sent meanwhile is handled after that, later than it came.
+    """
+    waited_ns = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # a system that does not count it
+        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            waited_ns = int(os.read(fd, 100).split()[1])
+        finally:
+            os.close(fd)
+    return monotonic() - waited_ns * 1e-9

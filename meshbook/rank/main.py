@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -23,36 +24,59 @@ from typing import Any, NoReturn
 
 import zmq
 
-from meshbook.rank import actor_hooks, preemption
+from meshbook.rank import actor_hooks, preemption, spare
 from meshbook.rank.blas import set_blas_threads
 from meshbook.rank.call_state import CallState
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.cells.stop_requests import StopRequests
 from meshbook.rank.cells.user_input import InputRequester
 from meshbook.rank.checkpoints.door import CheckpointDoor
+from meshbook.rank.debug_port import DebugPortDoor
 from meshbook.rank.device import choose_device
+from meshbook.rank.differences.sentinel_door import SentinelDoor
 from meshbook.rank.executor import Executor
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.outbox import Outbox
 from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.queries import make_query_handlers
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
 from meshbook.rank.snapshot import Snapshotter
-from meshbook.wire import messages, spawn
+from meshbook.wire import codec, messages, spawn
 from meshbook.wire.crash_log import CrashLog
-from meshbook.wire.process_control import allow_ptrace_by, die_with_parent, start_new_process_group
+from meshbook.wire.process_control import allow_ptrace_by, die_with_pipe, start_new_process_group
+
+
+def run(
+    command: spawn.ForkRank | spawn.ForkSpare,
+    pipes: tuple[int, int],
+    crash_log_fd: int,
+    host_pipe: int,
+    channel: int = -1,
+) -> NoReturn:
+    """Run as a rank in this process, at once or, as a spare, when the host says so; never returns.
+
+    Args:
+        command: what to be.
+        pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
+        crash_log_fd: descriptor of the ring in which the host finds the last output.
+        host_pipe: read end of a pipe; this process ends when its write end is closed, with its host.
+        channel: a spare's socket to its host.
+    """
+    start_new_process_group()
+    die_with_pipe(host_pipe)
+    if isinstance(command, spawn.ForkRank):
+        run_rank(command.config, pipes, crash_log_fd)
+    _configure_process(command.config)
+    run_rank(spare.wait_to_be_rank(command.config, socket.socket(fileno=channel)), pipes, crash_log_fd)
 
 
 def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int) -> NoReturn:
-    """Run as a rank in this process; never returns.
-
-    Args:
-        config: the configuration of this rank.
-        pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
-        crash_log_fd: descriptor of the ring in which the host finds the last output.
-    """
+    """Run as a rank in this process, as `run`."""
     _configure_process(config)
     gate = InterruptGate()
     gate.install()
@@ -62,20 +86,37 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     output.install()
     reporter = Reporter(context, config, output)
     shell = RankShell.make(output=output, gate=gate)
+    if config.spec.argv:
+        shell.user_ns["__file__"] = config.spec.argv[0]
     runner = CodeRunner(shell, output, gate)
     running_file = lambda: runner.running_file  # noqa: E731
     rank, device, state = config.rank, choose_device(config), CallState(config.rank)
+    outbox = Outbox()
     groups = RankGroups(
-        config, device, state, context, crash_log, running_file=running_file, describe_error=runner.describe_error
+        config,
+        device,
+        state,
+        context,
+        crash_log,
+        ExitQuestions(rank, outbox.put),
+        running_file=running_file,
+        describe_error=runner.describe_error,
     )
     objects = RankObjects(rank, device, shell.user_ns, state, groups, defer_interrupts=gate.defer_interrupts)
     termination, point = preemption.TerminationSignal(), preemption.PreemptionPoint()
     preemption.install(point)
     user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
-    shell.terminal.request_input = user_input.request
-    checkpoints = CheckpointDoor(rank, device, shell.user_ns, groups)
+    user_input.serve(shell.terminal)
+    stop_requests = StopRequests(state, gate, shell.terminal, user_input, groups.ring, shell.cell_title)
+    debug_port = DebugPortDoor(shell)
+    atexit.register(debug_port.close)
+    checkpoints = CheckpointDoor(rank, device, shell.user_ns, groups, outbox)
+    sentinel = SentinelDoor(
+        rank, shell.user_ns, groups, lambda text: output.put(messages.Notice(text)), shell.cell_title
+    )
     executor = Executor(
         rank,
+        device,
         state,
         shell,
         runner,
@@ -87,6 +128,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         crash_log=crash_log,
         checkpoints=checkpoints,
         preemption=point,
+        sentinel=sentinel,
     )
     snapshotter = Snapshotter(
         rank,
@@ -107,17 +149,19 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         output=output,
         reporter=reporter,
         snapshotter=snapshotter,
-        query_handlers=make_query_handlers(shell, groups, objects, device, point),
+        query_handlers=make_query_handlers(shell, groups, objects, device, point, sentinel, stop_requests, debug_port),
+        leave_debugger=stop_requests.leave,
         interrupt_call=gate.interrupt_call,
         running_file=running_file,
         checkpoints=checkpoints,
+        outbox=outbox,
         preemption=point,
         termination=termination,
     )
     termination.install()
     ready = messages.RankReady(rank=rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)
-    reporter.send(ready)
+    reporter.work_socket.introduce(codec.encode_body(ready))
     exit_code = 1
     try:
         executor.serve()
@@ -128,9 +172,8 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         _shut_down(groups, objects, service, exit_code)
 
 
-def _configure_process(config: spawn.RankConfig) -> None:
-    """Set up the process environment that user code expects."""
-    start_new_process_group()
+def _configure_process(config: spawn.RankConfig | spawn.SpareConfig) -> None:
+    """Set up the process environment that user code expects. May be called again with another configuration."""
     allow_ptrace_by(config.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if config.max_files is not None:
@@ -138,13 +181,15 @@ def _configure_process(config: spawn.RankConfig) -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (config.max_files, hard))
     os.environ.update(config.spec.env)
-    os.environ.update(
-        RANK=str(config.rank),
-        LOCAL_RANK=str(config.local_rank),
-        WORLD_SIZE=str(config.world_size),
-        LOCAL_WORLD_SIZE=str(config.local_world_size),
-        OMP_NUM_THREADS=str(config.threads),
-    )
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    if isinstance(config, spawn.RankConfig):
+        os.environ.update(
+            RANK=str(config.rank),
+            LOCAL_RANK=str(config.local_rank),
+            WORLD_SIZE=str(config.world_size),
+            LOCAL_WORLD_SIZE=str(config.local_world_size),
+        )
+    sys.argv = list(config.spec.argv or [""])  # argparse in a cell would refuse the arguments of this process
     for path in reversed(config.spec.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)
@@ -199,17 +244,17 @@ def _shut_down(groups: RankGroups, objects: RankObjects, service: Service, exit_
 
 
 def main() -> NoReturn:
-    """Run a rank in a fresh interpreter, with its config on stdin.
+    """Run a rank, or a spare, in a fresh interpreter, with its config on stdin.
 
-    Command line: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`.
+    Command line: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD PIPE_FD [CHANNEL_FD]`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    config = spawn.rank_configs.decode(sys.stdin.buffer.read())
+    command = spawn.start_commands.decode(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    run_rank(config, (int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[3]))
+    out, err, ring, pipe, *channel = map(int, sys.argv[1:])
+    run(command, (out, err), ring, pipe, *channel)
 
 
 if __name__ == "__main__":

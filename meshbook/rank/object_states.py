@@ -13,11 +13,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def state_of(value: Any) -> Any:
-    """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies."""
+def state_of(value: Any, *, with_shards: bool = True) -> Any:
+    """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies.
+
+    Args:
+        with_shards: DTensors of a module are part of it.
+    """
     if not isinstance(value, torch.nn.Module):
         return value.state_dict()
-    tensors = {f"{kind}:{name}": local_part(tensor) for kind, name, tensor in tensors_of(value)}
+    tensors = {
+        f"{kind}:{name}": local_part(tensor)
+        for kind, name, tensor in tensors_of(value)
+        if with_shards or not isinstance(tensor, DTensor)
+    }
     return {"tensors": tensors, "training": {name: module.training for name, module in value.named_modules()}}
 
 
@@ -35,12 +43,19 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def load_state(value: Any, state: Any) -> None:
-    """Load a state. Raises ValueError, before anything is changed, if a module has another structure."""
+def load_state(value: Any, state: Any, *, with_shards: bool = True) -> None:
+    """Load a state, which `state_of` has returned for the same `with_shards`.
+
+    Raises ValueError, before anything is changed, if a module has another structure.
+    """
     if not isinstance(value, torch.nn.Module):
         value.load_state_dict(state)
         return
-    own = {f"{kind}:{name}": local_part(tensor) for kind, name, tensor in tensors_of(value)}
+    own = {
+        f"{kind}:{name}": local_part(tensor)
+        for kind, name, tensor in tensors_of(value)
+        if with_shards or not isinstance(tensor, DTensor)
+    }
     sent = state["tensors"]
     if different := sorted(own.keys() ^ sent.keys()) or [
         name for name, tensor in own.items() if tensor.shape != sent[name].shape or tensor.dtype != sent[name].dtype

@@ -88,8 +88,8 @@ class PreemptionPoint:
 _installed: PreemptionPoint | None = None
 
 
-def install(point: PreemptionPoint) -> None:
-    """Have `meshbook.preempted` ask this."""
+def install(point: PreemptionPoint | None) -> None:
+    """Have `meshbook.preempted` ask this; None: this process is no rank."""
     global _installed
     _installed = point
 

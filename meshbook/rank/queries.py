@@ -10,7 +10,10 @@ import msgspec
 
 from meshbook.rank import actor_hooks
 from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.cells.stop_requests import StopRequests
+from meshbook.rank.debug_port import DebugPortDoor
 from meshbook.rank.device import select_device
+from meshbook.rank.differences.sentinel_door import SentinelDoor
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.previews import introspection
@@ -19,7 +22,14 @@ from meshbook.wire import messages
 
 
 def make_query_handlers(
-    shell: RankShell, groups: RankGroups, objects: RankObjects, device: str, preemption: PreemptionPoint
+    shell: RankShell,
+    groups: RankGroups,
+    objects: RankObjects,
+    device: str,
+    preemption: PreemptionPoint,
+    sentinel: SentinelDoor,
+    stop_requests: StopRequests,
+    debug_port: DebugPortDoor,
 ) -> dict[type, Callable[[Any], Any]]:
     """Return the functions that answer queries; each returns the content of a `RankReply`."""
     return {
@@ -28,6 +38,9 @@ def make_query_handlers(
         messages.PreviewNames: lambda ask: introspection.peek(shell, ask.names),
         messages.QueryPositions: lambda ask: msgspec.to_builtins(groups.position(ask.about_call)),
         messages.QueryPreemptionPoint: lambda ask: preemption.query(ask.about_call),
+        messages.QuerySentinel: lambda _: msgspec.to_builtins(sentinel.report()),
+        messages.StopInDebugger: lambda ask: msgspec.to_builtins(stop_requests.request(ask)),
+        messages.OpenDebugPort: lambda ask: msgspec.to_builtins(debug_port.open(ask)),
         messages.OpenActors: lambda ask: actor_hooks.enable_actors(
             objects.resolve, objects.resolvers, partial(select_device, device)
         ),

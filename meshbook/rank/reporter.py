@@ -8,8 +8,8 @@ import zmq
 
 from meshbook.ids import CallId
 from meshbook.rank.output.capture import OutputBuffer
-from meshbook.wire import codec, keys, messages, spawn
-from meshbook.wire.loop import send_frames
+from meshbook.wire import codec, messages, spawn
+from meshbook.wire.linked_sockets import LinkedDealer
 
 
 class Reporter:
@@ -23,23 +23,24 @@ class Reporter:
         self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
         self.may_have_sent = False  # set as soon as a report may have left, also if sending it raises
 
-    @property
-    def num_outputs(self) -> int:
-        """How many pieces of output have been sent."""
-        return self._seq
-
     def send(self, report: messages.RankReport) -> None:
-        """Send a report. Main thread only."""
-        frames = codec.encode(report)
+        """Send a report. Main thread only.
+
+        Raises:
+            ProtocolError: an error in it has a field that the host could not read, and would wait for for ever.
+        """
+        body = codec.encode_body(report)
+        if isinstance(report, messages.RankFinished) and report.outcome.error is not None:
+            codec.rank_reports.decode_body(body)
         self.may_have_sent = True
-        send_frames(self.work_socket, frames)
+        self.work_socket.send(body)
 
     def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
         """Return the unsent output, and the number of the last piece that was sent."""
         with self._lock:
             return self._output.pop_items(), self._seq
 
-    def send_output(self, socket: zmq.Socket[bytes]) -> int:
+    def send_output(self, socket: LinkedDealer) -> int:
         """Send the available output on `socket`; return its approximate size in bytes."""
         with self._lock:
             items = self._output.pop_items()
@@ -47,17 +48,11 @@ class Reporter:
                 return 0
             output = messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq + 1, items=items)
             body = codec.encode_body(output)  # may fail; the host would wait for ever for a number that is not sent
-            send_frames(socket, (codec.PROTOCOL, body))
+            socket.send(body)
             self._seq += 1
             return len(body)
 
 
-def connect_to_host(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, config: spawn.RankConfig
-) -> zmq.Socket[bytes]:
-    """Return a rank's DEALER socket to one of its host's sockets."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, spawn.rank_identity(config.rank, config.incarnation))
-    keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-    socket.connect(address)
-    return socket
+def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, config: spawn.RankConfig) -> LinkedDealer:
+    """Return a rank's connection to one of its host's sockets."""
+    return LinkedDealer(context, address, spawn.rank_identity(config.rank, config.incarnation))

@@ -64,6 +64,11 @@ class ScalarLog:
         self._num_calls += 1
         self._calls.append((self._num_calls, step, self._clock(), scalars))
 
+    @property
+    def step(self) -> int:
+        """The step of the last call; -1 before the first."""
+        return int(self._step)
+
     def drain(self) -> tuple[tuple[Scalar, ...], int]:
         """Return what was logged since the last drain, in order, and how many of its numbers are left out."""
         calls = []
@@ -151,6 +156,11 @@ def install(scalars: ScalarLog | None) -> None:
     """Set the log that receives `meshbook.log` in this process."""
     global _installed_log
     _installed_log = scalars
+
+
+def installed() -> ScalarLog | None:
+    """Return the log of this process; None: it is no rank."""
+    return _installed_log
 
 
 def log(*, step: int | None = None, **scalars: Any) -> None:

@@ -25,8 +25,10 @@ from meshbook.rank import actor_hooks, scalars
 from meshbook.rank.call_state import CallState
 from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.device import select_device
+from meshbook.rank.imported_modules import ImportedModules
 from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.outbox import Outbox
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.output.output_pacing import OutputPacer
 from meshbook.rank.preemption import PreemptionPoint, TerminationSignal
@@ -36,6 +38,7 @@ from meshbook.rank.reporter import Reporter, connect_to_host
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.rank.text import sanitize_text
 from meshbook.wire import codec, messages, spawn
+from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
 
 T = TypeVar("T")
@@ -69,8 +72,10 @@ class Service:
         snapshotter: Snapshotter,
         query_handlers: Mapping[type, Callable[[Any], Any]],
         interrupt_call: Callable[[CallId], None],
+        leave_debugger: Callable[[messages.LeaveDebugger], None],
         running_file: Callable[[], str | None],
         checkpoints: CheckpointDoor,
+        outbox: Outbox,
         preemption: PreemptionPoint,
         termination: TerminationSignal,
     ) -> None:
@@ -84,11 +89,14 @@ class Service:
         self._groups, self._objects = groups, objects
         self._output, self._reporter, self._snapshotter = output, reporter, snapshotter
         self._query_handlers, self._interrupt_call, self._running_file = query_handlers, interrupt_call, running_file
-        self._checkpoints, self._preemption, self._termination = checkpoints, preemption, termination
+        self._leave_debugger = leave_debugger
+        self._checkpoints, self._outbox = checkpoints, outbox
+        self._preemption, self._termination = preemption, termination
         self.thread: threading.Thread | None = None
         self._main_thread = MainThreadProbe(threading.get_ident())
         log = scalars.ScalarLog()
         scalars.install(log)
+        self._modules = ImportedModules()
         self._probes = Probes(config.rank, groups.ring, log) if are_probes_enabled() else None
         self._pacer = OutputPacer(monotonic())
         self._is_exiting = self._is_final_output_sent = False
@@ -97,7 +105,7 @@ class Service:
         self._activity = "starting"
         self._reported_failures: set[tuple[str, type]] = set()  # reported to the user
         self._loop = Loop(on_error=self._report_failure)
-        self._socket: zmq.Socket[bytes]
+        self._socket: LinkedDealer
 
     def start(self, ready: messages.RankReady) -> None:
         self.thread = threading.Thread(target=self._run, args=(ready,), name="meshbook-service", daemon=True)
@@ -107,18 +115,18 @@ class Service:
         # Signals belong to the main thread: one delivered here would reach it late and indirectly.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._socket = connect_to_host(self._context, self._config.service_address, self._config)
-        self._send(ready)
-        self._loop.watch_socket(self._socket, self._on_command)
+        self._socket.introduce(codec.encode_body(ready))
+        self._loop.watch_socket(self._socket.socket, self._on_frames)
         for fd in self._output.poll_fds():
             self._loop.watch_fd(fd, self._on_output_ready)
-        self._loop.watch_fd(self._checkpoints.outbox.fd, self._send_checkpoint_reports)
+        self._loop.watch_fd(self._outbox.fd, self._send_reports)
         self._loop.watch_fd(self._termination.fd, self._termination_requested)
         self._schedule_heartbeat(0.0)
         self._loop.run()
 
-    def _send_checkpoint_reports(self) -> None:
-        self._activity = "reporting a checkpoint"
-        for report in self._checkpoints.outbox.drain():
+    def _send_reports(self) -> None:
+        self._activity = "sending reports of other threads"
+        for report in self._outbox.drain():
             self._send(report)
 
     def _termination_requested(self) -> None:
@@ -127,7 +135,7 @@ class Service:
         self._send(messages.RankTerminating(rank=self._config.rank))
 
     def _send(self, report: messages.RankReport) -> None:
-        self._socket.send_multipart(codec.encode(report))
+        self._socket.send(codec.encode_body(report))
 
     # ---- failures of this thread
 
@@ -185,9 +193,13 @@ class Service:
 
     # ---- commands
 
-    def _on_command(self, frames: list[bytes]) -> None:
+    def _on_frames(self, frames: list[bytes]) -> None:
         self._activity = "reading a message"
-        command = codec.rank_commands.decode(frames)
+        body = self._socket.accept(frames)
+        if body is not None:
+            self._on_command(codec.rank_commands.decode_body(body))
+
+    def _on_command(self, command: messages.RankCommand) -> None:
         self._activity = f"carrying out {type(command).__name__}"
         self._select_device()
         handler = self._query_handlers.get(type(command))
@@ -202,6 +214,8 @@ class Service:
         match command:
             case messages.Interrupt(target=target) if target is not None:
                 self._interrupt_call(target)
+            case messages.LeaveDebugger():
+                self._leave_debugger(command)
             case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=about):
                 self._groups.abort(reason, interrupt=interrupt, generation=generation, call=about)
             case messages.HoldCollectives(about_call=about):
@@ -210,12 +224,16 @@ class Service:
                 self._groups.positions_checked(command)
             case messages.RanksLeft():
                 self._groups.ranks_left(command)
+            case messages.ExitsChecked(number=number):
+                self._groups.exits.answer(number)
             case messages.Release(refs=refs, segments=segments, client=client):
                 self._objects.values.release(refs, segments)
                 if client is not None:
                     self._objects.drop_client(client)
             case messages.TakeSnapshots():
                 self._send_snapshot(command)
+            case messages.WriteCheckpoint(save=save):
+                self._checkpoints.write_files(save)
             case messages.WriteCheckpointMetadata(save=save):
                 self._checkpoints.write_metadata(save)
             case messages.DropCheckpoint(save=save):
@@ -271,12 +289,12 @@ class Service:
                 stacks=command.stacks,
                 endpoints=actor_hooks.snapshot_endpoints(),
             )
-            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
+            body = codec.encode_body(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
         except Exception as error:
             problem = f"the rank could not look at itself ({sanitize_text(f'{type(error).__name__}: {error}')})"
             snapshot = messages.RankSnapshot(rank=rank, problem=problem)
-            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
-        self._socket.send_multipart(frames)
+            body = codec.encode_body(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
+        self._socket.send(body)
 
     # ---- heartbeats
 
@@ -306,7 +324,7 @@ class Service:
                 peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 released_segments=self._objects.reader.drain_released(),
                 metrics=measured,
-                num_outputs=self._reporter.num_outputs,
+                modules=self._attempt("finding imported modules", self._modules.new) or (),
             )
         )
         if self._output.has_pending():

@@ -1,4 +1,4 @@
-"""`python -m meshbook.supervisor FOLDER NAME READY_FD [--owner TEXT] [--listen ADDRESS]`: daemonise and own a mesh.
+"""`python -m meshbook.supervisor FOLDER NAME READY_FD LAUNCHER_PID [--owner TEXT] …`: daemonise and own a mesh.
 
 It forks twice before any import: once into a session of its own, once more to leave the notebook's process tree (VS
 Code ends every descendant of a kernel, whatever its session). It writes `ready` to READY_FD, or one sentence with the

@@ -49,7 +49,8 @@ class ActiveCall:
     done_ranks: set[int] = field(default_factory=set)  # ranks whose part is known to have ended
     left_ranks: set[int] = field(default_factory=set)  # ... and that the others know to have left
     is_querying_left: bool = False  # ranks are being queried whether they have left
-    awaiting_input: set[int] = field(default_factory=set)  # ranks that wait for input()
+    awaiting_input: dict[int, str] = field(default_factory=dict)  # ranks that wait for input -> the client asked
+    debugger: str = ""  # the client that the debugger's commands come from; "": the call's own
     deferred: SendToHosts | None = None  # not sent yet
     stop_deadline: float = 0.0  # after a Stop: when commands no longer wait for its ranks to return
     stopping_ranks: set[int] = field(default_factory=set)  # ranks that were sent a Stop of it
@@ -160,6 +161,10 @@ class CallTable:
         del self._calls[call.id]
         return call.on_end(call, parts, now)
 
+    def forget(self, call: ActiveCall) -> None:
+        """Close a call that no rank has been sent."""
+        del self._calls[call.id]
+
     # ---- reports
 
     def output_received(self, host: int, report: messages.CallOutput, now: float) -> list[Effect]:
@@ -217,31 +222,7 @@ class CallTable:
                 return self.end(call, call.parts_without_waiting(), now)
         return []
 
-    # ---- input()
-
-    def input_requested(self, host: int, report: messages.InputRequest, can_reply: bool) -> list[Effect]:
-        """Forward a rank's request for input; without a client that can reply, the rank gets EOFError."""
-        call = self._calls.get(report.call)
-        if call is None or not can_reply:
-            return [SendToHosts((host,), messages.InputReply(target=report.call, rank=report.rank, text=None))]
-        call.awaiting_input.add(report.rank)
-        return [SendToClient(call.client, report)]
-
-    def input_replied(self, command: messages.InputReply) -> None:
-        call = self._calls.get(command.target)
-        if call is not None:
-            call.awaiting_input.discard(command.rank)
-
-    def client_left(self, client: str) -> list[Effect]:
-        """Reply to requests for input that nobody can reply to any more. The client's calls continue."""
-        effects: list[Effect] = []
-        for call in self._calls.values():
-            if call.client == client:
-                for rank in sorted(call.awaiting_input):
-                    reply = messages.InputReply(target=call.id, rank=rank, text=None)
-                    effects.append(self._ranks.send((rank,), reply))
-                call.awaiting_input.clear()
-        return effects
+    # ---- clients
 
     def follow(self, call: ActiveCall, client: str) -> None:
         """Send what follows of a call, and its end, to another client."""
@@ -257,6 +238,13 @@ class CallTable:
 
     def running_cells(self, now: float) -> tuple[messages.OpenCall, ...]:
         """Return the running cells, oldest first."""
+        return self._describe(now, lambda call: call.is_main_thread and call.history_entry is not None)
+
+    def running_user_code(self, now: float) -> tuple[messages.OpenCall, ...]:
+        """Return the running cells and functions of clients, oldest first."""
+        return self._describe(now, lambda call: call.runs_user_code and call.is_sent)
+
+    def _describe(self, now: float, is_wanted: Callable[[ActiveCall], bool]) -> tuple[messages.OpenCall, ...]:
         return tuple(
             messages.OpenCall(
                 call=call.id,
@@ -264,10 +252,10 @@ class CallTable:
                 ranks=call.ranks,
                 client=call.client,
                 seconds=now - call.opened_at,
-                number=call.history_entry.number,
+                number=None if call.history_entry is None else call.history_entry.number,
             )
             for call in self._calls.values()
-            if call.is_main_thread and call.history_entry is not None
+            if is_wanted(call)
         )
 
     def rank_infos(self) -> tuple[RankInfo, ...]:

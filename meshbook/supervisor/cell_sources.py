@@ -63,6 +63,16 @@ def size_dependent_names(sources: Iterable[str]) -> tuple[str, ...]:
     return _dependent_names(sources, _SIZE_NAMES)
 
 
+def setup_names(entries: Iterable[HistoryEntry]) -> tuple[str, ...]:
+    """Return the names that setup cells bind, which every new rank therefore has."""
+    found = set[str]()
+    for entry in entries:
+        if entry.setup and entry.status == "ok":
+            for node in _parse(entry.source) or ():
+                found.update(_bound_names(node))
+    return tuple(sorted(found))
+
+
 def _dependent_names(sources: Iterable[str], words: frozenset[str]) -> tuple[str, ...]:
     found = set[str]()
     for source in sources:

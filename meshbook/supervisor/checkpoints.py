@@ -1,9 +1,9 @@
 """Saves under way: what each rank has written, and whether a save becomes a checkpoint or is thrown away.
 
-A save is open from its command to its end. Every rank reports that its files are on the disk (`written`); then one of
-them writes `.metadata`, and with its report the folder is committed by the driver, in one rename. A rank that fails or
-dies, or groups that are formed anew meanwhile, end the save without a checkpoint. Client connections do not matter.
-Pure: events in, effects out.
+A save is open from its command to its end. When all ranks have copied their state they begin to write it. Every rank
+reports that its files are on the disk (`written`); then one of them writes `.metadata`, and with its report the folder
+is committed by the driver, in one rename. A rank that fails or dies, or groups that are formed anew meanwhile, end the
+save without a checkpoint. Client connections do not matter. Pure: events in, effects out.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class CheckpointSaves:
         """The ranks' main threads are done with a call, perhaps a save's: all have copied their state, or it failed."""
         save = self._saves.get(call.id)
         failed = [part for part in parts if part.outcome.status != "ok"]
-        if save is None or not failed:
+        if save is None:
             return []
+        if not failed:
+            return [self._ranks.send(call.ranks, messages.WriteCheckpoint(ranks=call.ranks, save=call.id))]
         error = failed[0].outcome.error
         text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
         return self._discard(save, f"{name_ranks(failed[0].ranks)}: {text}")

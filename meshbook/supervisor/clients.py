@@ -10,6 +10,12 @@ from meshbook.wire import messages
 # Seconds a mesh lives on without clients, unless the last one requested otherwise: long enough to restart a crashed
 # kernel or to reopen the notebook after lunch, short enough that forgotten GPUs are free the same afternoon.
 ORPHAN_TTL_S = 1800.0
+# Seconds that one without ranks lives on, whatever was requested: it holds nothing. A restarter needs about 5 to start
+# a crashed kernel again, which then finds it warm.
+EMPTY_TTL_S = 10.0
+
+# Kinds of clients that act for somebody, `mcp:claude-code`: what they do beside cells is in the history too.
+_AGENT_KINDS = ("mcp", "http")
 
 
 @dataclass
@@ -22,6 +28,10 @@ class Client:
     observer: bool
     orphan_ttl_s: float
     has_called: bool = False  # then ranks may hold values for it
+
+    @property
+    def is_agent(self) -> bool:
+        return self.kind.partition(":")[0] in _AGENT_KINDS
 
 
 class Clients:
@@ -37,14 +47,18 @@ class Clients:
         if not hello.observer:
             self._num_orphanings += 1
 
-    def leave(self, client_id: str) -> tuple[Client | None, list[Effect]]:
-        """Remove a client; return it, and the timer that ends a mesh without clients. None: it is unknown."""
+    def leave(self, client_id: str, *, is_empty: bool = False) -> tuple[Client | None, list[Effect]]:
+        """Remove a client; return it, and the timer that ends a mesh without clients. None: it is unknown.
+
+        Args:
+            is_empty: the mesh has no ranks.
+        """
         client = self._clients.pop(client_id, None)
         if client is None or client.observer or not all(other.observer for other in self._clients.values()):
             return client, []
         self._num_orphanings += 1
-        is_bounded = client.orphan_ttl_s < float("inf")
-        return client, [SetTimer(f"orphan {self._num_orphanings}", client.orphan_ttl_s)] if is_bounded else []
+        ttl_s = min(client.orphan_ttl_s, EMPTY_TTL_S) if is_empty else client.orphan_ttl_s
+        return client, [SetTimer(f"orphan {self._num_orphanings}", ttl_s)] if ttl_s < float("inf") else []
 
     def is_orphaned(self, orphaning: str) -> bool:
         """Whether no client has come back since the timer of this orphaning was set."""
@@ -55,6 +69,11 @@ class Clients:
 
     def __contains__(self, client_id: str) -> bool:
         return client_id in self._clients
+
+    @property
+    def longest_ttl_s(self) -> float:
+        """Seconds that the mesh would live without any client, if it had to from now on."""
+        return max((client.orphan_ttl_s for client in self._clients.values()), default=ORPHAN_TTL_S)
 
     def descriptions(self) -> tuple[str, ...]:
         return tuple(f"{client.kind} (pid {client.pid})" for client in self._clients.values())

@@ -43,15 +43,29 @@ class CheckpointCommitter:
         self._todo: queue.SimpleQueue[CommitCheckpoint | RemoveCheckpoint | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[CommitEnded] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._open: dict[CallId, CommitCheckpoint] = {}  # whose end has not been delivered
         self._wake = (-1, -1)
 
     def submit(self, effect: CommitCheckpoint | RemoveCheckpoint) -> None:
-        if self._thread is None:
+        self._loop.diverge()
+        if isinstance(effect, CommitCheckpoint):
+            self._open[effect.command.call] = effect
+        if self._wake[0] < 0:
             self._wake = os.pipe()
             self._loop.watch_fd(self._wake[0], self._deliver)
+        self._loop.act(lambda: self._put(effect))
+
+    def _put(self, effect: CommitCheckpoint | RemoveCheckpoint) -> None:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshbook-commit")
             self._thread.start()
         self._todo.put(effect)
+
+    def take_over(self) -> None:
+        """Carry out again what another process, which has ended, has begun."""
+        self._todo, self._ended, self._thread = queue.SimpleQueue(), queue.SimpleQueue(), None
+        for effect in self._open.values():
+            self._loop.act(lambda effect=effect: self._put(effect))  # type: ignore[misc]
 
     def close(self) -> None:
         if self._thread is None:
@@ -85,4 +99,6 @@ class CheckpointCommitter:
 
     def _deliver_all(self) -> None:
         while not self._ended.empty():
-            self._apply_effects(self._commit_ended(*self._ended.get()))
+            ended = self._ended.get()
+            self._open.pop(ended.call, None)
+            self._apply_effects(self._commit_ended(*ended))

@@ -21,11 +21,14 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
     parser.add_argument("ready_fd", type=int)
+    parser.add_argument("launcher", type=int)  # pid of the process that starts this one
     parser.add_argument("--owner")
     parser.add_argument("--listen")
     parser.add_argument("--light", action="store_true")  # warm up a fork server without torch
+    parser.add_argument("--cold", action="store_true")  # warm up nothing: ranks will be on other machines
     parser.add_argument("--source")  # socket of a fork server to branch from
     options = parser.parse_args(arguments)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever starts the mesh may block some
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_fd_limit()
     folder: Path = options.folder
@@ -40,6 +43,7 @@ def serve(arguments: list[str]) -> None:
             address=options.listen,
             owner=options.owner,
             light=options.light,
+            cold=options.cold,
             branch_from=options.source,
         )
         keys.write_connection_file(folder, driver.connection)
@@ -49,7 +53,7 @@ def serve(arguments: list[str]) -> None:
         os._exit(1)
     _write_status(options.ready_fd, "ready")
     try:
-        driver.run()
+        driver.run(options.launcher)
     except BaseException:
         logging.getLogger("meshbook").exception("the supervisor failed")
         raise

@@ -20,7 +20,10 @@ class SendToHosts(Struct, frozen=True):
 
 
 class StartHosts(Struct, frozen=True):
+    """Have these hosts started: those of a mesh that comes up, or some that were lost."""
+
     spec: MeshSpec
+    hosts: tuple[int, ...]
 
 
 class SetTimer(Struct, frozen=True):

@@ -1,24 +1,29 @@
 """Puts new processes in the place of ranks that have exited, while the other ranks stay as they are.
 
-In this order: hosts start the processes; all ranks form the next generation of the process groups; the new ranks run
-the setup cells, and the imports and definitions of other cells; all ranks share what is known to be equal on them.
-Clients' calls wait meanwhile. Each step is a call of the supervisor's own: if a rank exits during one, that call ends
-as every call does, and with it the attempt.
+In this order: hosts that were lost are started again; hosts start the processes; all ranks form the next generation of
+the process groups; the new ranks run the setup cells, and the imports and definitions of other cells; all ranks share
+what is known to be equal on them. Clients' calls wait meanwhile. Each step but the first is a call of the supervisor's
+own: if a rank exits during one, that call ends as every call does, and with it the attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Literal
+
+import msgspec
 
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
 from meshbook.supervisor.checkpoints import CheckpointSaves
-from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
+from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer, StartHosts
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
+from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
+from meshbook.supervisor.spares import SpareTable
 from meshbook.supervisor.startup import MeshStartup
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
@@ -26,13 +31,15 @@ from meshbook.wire.messages import MeshInfo
 # Seconds in which new processes must be up and all groups formed. Ranks wait for each other for 60 s in it; a rank that
 # takes no part at all (it is stuck in what it ran before) must not hold up the others for ever.
 _FORM_TIMEOUT_S = 120.0
+# Seconds in which lost hosts must be there again. Engines give up on one sooner, and say why.
+_HOSTS_TIMEOUT_S = 90.0
 
 
 class Healing:
     """At most one attempt at a time.
 
     Attributes:
-        lost_hosts: hosts that have exited, and how; their ranks cannot be started again.
+        has_unmoved: the mesh was resized, and DTensors have yet to get their parts for the ranks that there are.
     """
 
     def __init__(
@@ -43,11 +50,15 @@ class Healing:
         cells: CellRecord,
         startup: MeshStartup,
         saves: CheckpointSaves,
+        machines: MachineTable,
+        spares: SpareTable,
         info: Callable[[], MeshInfo],
     ) -> None:
         self._ranks, self._groups, self._scheduler, self._cells = ranks, groups, scheduler, cells
-        self._startup, self._saves, self._info = startup, saves, info
-        self.lost_hosts: dict[int, str] = {}
+        self._startup, self._saves, self._machines, self._spares = startup, saves, machines, spares
+        self._info = info
+        self._starting_hosts: set[int] = set()  # hosts that were lost, and are started for the attempt that waits
+        self.has_unmoved = False
         self._attempt: _Attempt | None = None
         self._num_attempts = 0
         self._waiting: tuple[str, messages.HealMesh] | None = None  # until a call of lost ranks has ended
@@ -72,10 +83,9 @@ class Healing:
             return _refuse(client, command, f"the mesh is being {what}; wait for it")
         if self._scheduler.is_held:
             return _refuse(client, command, "the mesh is being resized; wait for it")
-        if gone := [rank for rank in self._ranks.exited if self._ranks.host_of(rank) in self.lost_hosts]:
-            host = self._ranks.host_of(gone[0])
-            text = f"{name_ranks(gone)} ran on host {host}, which {self.lost_hosts[host]}; a new mesh is %mesh restart"
-            return _refuse(client, command, text)
+        is_whole = not self._ranks.exited and self._groups.status != "broken"
+        if is_whole and not self.has_unmoved:
+            return [SendToClient(client, messages.MeshHealed(command.call, self._info(), (), 0.0))]
         busy = self._scheduler.busy_cells()
         exited = self._ranks.exited.keys()
         running = [call for call in busy if call.client and not call.lost and exited.isdisjoint(call.ranks)]
@@ -85,14 +95,54 @@ class Healing:
                 "it, or press Stop (%mesh interrupt), then heal"
             )
             return _refuse(client, command, text)
-        if busy:  # they end by themselves: those of before the loss within two seconds, tensor operations after it too
+        starting = self._start_lost_hosts()
+        if starting or busy:  # these end by themselves: cells within two seconds, tensor operations after it too
             self._waiting = client, command
-            return []
+            return starting
         return self._start(client, command, now)
 
+    def _start_lost_hosts(self) -> list[Effect]:
+        gone = tuple(sorted({self._ranks.host_of(rank) for rank in self._ranks.exited} & self._machines.lost.keys()))
+        spec = self._startup.spec
+        if not gone or spec is None:
+            return []
+        self._starting_hosts = set(gone)
+        timeout = f"hosts {self._num_attempts}"
+        return [StartHosts(spec, gone), SetTimer(timeout, _HOSTS_TIMEOUT_S)]
+
+    def host_ready(self, host: int, now: float) -> list[Effect]:
+        """Go on with the attempt that waited for a lost host, which is there again."""
+        spec = self._startup.spec
+        if self._starting_hosts == {host} and spec is not None and (problem := self._machines.problem(spec)):
+            self._machines.lost[host] = "has other versions now"
+            return self.host_failed(host, problem)
+        self._starting_hosts.discard(host)
+        return self.call_ended(now)
+
+    def host_failed(self, host: int, reason: str) -> list[Effect]:
+        """Refuse the attempt that waited for a host, which could not be started."""
+        if host not in self._starting_hosts or self._waiting is None:
+            return []
+        (client, command), self._waiting = self._waiting, None
+        self._starting_hosts.clear()
+        ranks = tuple(rank for rank in sorted(self._ranks.exited) if self._ranks.host_of(rank) == host)
+        text = (
+            f"{name_ranks(ranks)} ran on {self._machines.who(host)}, where no host could be started again: {reason}. "
+            "The others keep what they hold. %mesh heal tries again, when it is back; %mesh resize goes on without the "
+            "highest ranks"
+        )
+        return _refuse(client, command, text)
+
+    def hosts_late(self, attempt: str) -> list[Effect]:
+        """Give up on hosts that have not come in time."""
+        if str(self._num_attempts) != attempt or not self._starting_hosts:
+            return []
+        late = min(self._starting_hosts)
+        return self.host_failed(late, f"nothing was heard of it within {_HOSTS_TIMEOUT_S:.0f} s")
+
     def call_ended(self, now: float) -> list[Effect]:
-        """Begin the attempt that waited for calls of lost ranks, if all have ended."""
-        if self._waiting is None or self._scheduler.busy_cells():
+        """Begin the attempt that waited for calls of lost ranks, or for hosts, if nothing is waited for any more."""
+        if self._waiting is None or self._starting_hosts or self._scheduler.busy_cells():
             return []
         (client, command), self._waiting = self._waiting, None
         return self._start(client, command, now)
@@ -102,6 +152,13 @@ class Healing:
     ) -> list[Effect]:
         """Start the ranks that a resize has added, and those that have exited, and form the groups of all."""
         return self._start(client, messages.HealMesh(call), now, resized, began_at)
+
+    def aim_stop(self, command: messages.Interrupt) -> messages.Interrupt:
+        """Aim a Stop of the attempt at what can be ended of it: the cells that new ranks run. The rest goes on."""
+        attempt = self._attempt
+        if attempt is None or command.target != attempt.command.call:
+            return command
+        return msgspec.structs.replace(command, target=_replay_call(attempt))
 
     # ---- the steps
 
@@ -115,18 +172,17 @@ class Healing:
     ) -> list[Effect]:
         new_ranks, spec = tuple(sorted(self._ranks.exited)), self._startup.spec
         assert spec is not None  # the mesh has started
-        if not new_ranks and self._groups.status != "broken" and resized is None:
-            return [SendToClient(client, messages.MeshHealed(command.call, self._info(), (), 0.0))]
         self._num_attempts += 1
         since = now if began_at is None else began_at
         self._attempt = _Attempt(client, command, new_ranks, self._num_attempts, since, resized)
         self._scheduler.is_held = True
         self._ranks.restarting(new_ranks)
-        effects: list[Effect] = [self._mesh_changed()]
+        effects: list[Effect] = [self._mesh_changed(), *self._scheduler.refuse_without(new_ranks)]
         for host in self._ranks.hosts_of(new_ranks):
             host_ranks = self._ranks.on_host(host)
             started = tuple(rank for rank in host_ranks if rank in new_ranks)
-            start = messages.StartRanks(spec=spec, ranks=started, world_size=len(self._ranks), host_ranks=host_ranks)
+            counts = self._ranks.incarnations(started)
+            start = messages.StartRanks(spec, started, len(self._ranks), host_ranks, incarnations=counts)
             effects.append(SendToHosts((host,), start))
         self._groups.has_failed = False
         effects += self._scheduler.form_groups(now, self._groups_formed)
@@ -141,7 +197,7 @@ class Healing:
         cells = cells_to_replay(self._cells.history.entries(), attempt.new_ranks) if attempt.command.replay else ()
         if not cells or not attempt.new_ranks:
             return self._share(now)
-        replay = messages.ReplayCells(CallId(f"replay-{attempt.number}"), attempt.new_ranks, cells)
+        replay = messages.ReplayCells(_replay_call(attempt), attempt.new_ranks, cells)
         return self._scheduler.run_own_call(replay, now, self._replayed, "replaying cells")
 
     def _replayed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
@@ -160,15 +216,16 @@ class Healing:
     def _share(self, now: float) -> list[Effect]:
         attempt = self._attempt
         assert attempt is not None
-        if self._ranks.exited:  # of a rank that took no part in the last step
-            return self._fail(f"{name_ranks(self._ranks.exited)} was lost meanwhile; %mesh heal replaces it", now)
+        if lost := _describe_lost(self._ranks.exited):  # of a rank that took no part in the last step
+            return self._fail(f"{lost}; %mesh heal replaces it", now)
         if not attempt.command.share or not attempt.new_ranks or self._groups.status != "ready":
-            return self._finish(now)
+            return self._move(now)
         share = messages.ShareState(
             call=CallId(f"share-{attempt.number}"),
             ranks=self._ranks.all,
             new_ranks=attempt.new_ranks,
             rank_dependent=rank_dependent_names(entry.source for entry in self._cells.history.entries()),
+            with_shards=not self.has_unmoved,
         )
         return self._scheduler.run_own_call(share, now, self._shared, "sharing state")
 
@@ -184,6 +241,42 @@ class Healing:
                 if rank in attempt.new_ranks:
                     attempt.restored[rank] = {name: (found[0], found[1]) for name, found in reply["restored"].items()}
                     attempt.missing[rank] = dict(reply["missing"])
+        return self._move(now)
+
+    def _move(self, now: float) -> list[Effect]:
+        """Have the parts of DTensors move to where they belong, if the mesh was resized since they last did."""
+        attempt = self._attempt
+        assert attempt is not None
+        self.has_unmoved &= len(attempt.new_ranks) < len(self._ranks)  # else nobody is left that holds any
+        if not self.has_unmoved or self._groups.status != "ready":
+            return self._finish(now)
+        return self._scheduler.run_own_call(self._move_shards("move"), now, self._moved, "moving shards")
+
+    def _move_shards(self, step: Literal["move", "commit"]) -> messages.MoveShards:
+        attempt = self._attempt
+        assert attempt is not None
+        call = CallId(f"{step}-{attempt.number}")
+        axes, size = dict(self._groups.axes), len(self._ranks)
+        return messages.MoveShards(call, self._ranks.all, step, axes, size, attempt.new_ranks)
+
+    def _moved(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
+        attempt = self._attempt
+        assert attempt is not None
+        if failure := _first_failure(parts):
+            self._groups.rank_lost()
+            of_cells = "".join(f"; {label}: {why}" for label, why in attempt.failed.items())
+            return self._fail_with_new_processes(f"DTensors did not get their parts: {failure}{of_cells}", now)
+        replies = [part.outcome.reply or {} for part in parts]
+        attempt.num_bytes = sum(reply.get("num_bytes", 0) for reply in replies)
+        for name in {name for reply in replies for name in reply.get("lost", ())}:
+            for rank in self._ranks.all:
+                attempt.missing.setdefault(rank, {})[name] = "parts of it were lost with a rank, and are NaN"
+        return self._scheduler.run_own_call(self._move_shards("commit"), now, self._committed, "moving shards")
+
+    def _committed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
+        self.has_unmoved = False  # also if a rank was lost meanwhile: the others, new ones too, have their parts
+        if failure := _first_failure(parts) or _describe_lost(self._ranks.exited):
+            return self._fail(f"{failure}; %mesh heal tries again", now, keeps_new_ranks=True)
         return self._finish(now)
 
     def _finish(self, now: float) -> list[Effect]:
@@ -193,22 +286,11 @@ class Healing:
             names = {name: reason for name in self._cells.names if name not in attempt.bound}
             attempt.missing = dict.fromkeys(attempt.new_ranks, names) if names else {}
         checkpoint = self._saves.last_committed({name for names in attempt.missing.values() for name in names})
-        healed = messages.MeshHealed(
-            call=attempt.command.call,
-            info=self._info(),
-            ranks=attempt.new_ranks,
-            seconds=now - attempt.began_at,
-            ran=attempt.ran,
-            num_defined=attempt.num_defined,
-            failed=tuple(attempt.failed.items()),
-            restored=attempt.restored,
-            missing=attempt.missing,
-            checkpoint=checkpoint,
-            checkpoint_age_s=self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0,
-            resized=attempt.resized,
-        )
+        age_s = self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0
+        healed = attempt.reply(self._info(), now, checkpoint, age_s)
         self._scheduler.is_held = False
-        return [self._mesh_changed(), SendToClient(attempt.client, healed), *self._scheduler.resume(now)]
+        resumed = self._scheduler.resume(now)
+        return [self._mesh_changed(), SendToClient(attempt.client, healed), *resumed, *self._spares.replace_used()]
 
     def _why_nothing_is_copied(self, attempt: _Attempt) -> str:
         """Return why the new ranks got nothing from others; "" if they were given what the others hold equally."""
@@ -222,12 +304,12 @@ class Healing:
         """End the attempt after the new ranks have joined: they live, and lack what the others hold."""
         assert self._attempt is not None
         new_ranks = self._attempt.new_ranks
-        if self._ranks.exited or self._attempt.resized is not None:
+        if self._ranks.exited or self._attempt.resized is not None or self.has_unmoved:
             return self._fail(f"{reason}; %mesh heal tries again", now)
         again = f"%mesh kill {format_ranks(new_ranks)}, then %mesh heal, tries again"
         return self._fail(f"it has a new process, but {reason}; {again}", now)
 
-    def _fail(self, reason: str, now: float) -> list[Effect]:
+    def _fail(self, reason: str, now: float, *, keeps_new_ranks: bool = False) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         self._scheduler.is_held = False
@@ -236,6 +318,7 @@ class Healing:
         unfinished: list[Effect] = []
         if attempt.resized is not None:
             what = f"the mesh has {len(self._ranks)} ranks now, but the resize was not completed"
+        if (attempt.resized is not None or self.has_unmoved) and not keeps_new_ranks:
             # those that have joined may lack what the others hold: with the next heal, all of them begin anew
             joined = tuple(rank for rank in attempt.new_ranks if rank not in self._ranks.exited)
             if joined:
@@ -247,6 +330,7 @@ class Healing:
             self._mesh_changed(),
             *_refuse(attempt.client, attempt.command, text, "HealError" if attempt.resized is None else "ResizeError"),
             *self._scheduler.resume(now),
+            *self._spares.replace_used(),
         ]
 
     def _mesh_changed(self) -> SendToClient:
@@ -273,6 +357,37 @@ class _Attempt:
         self.failed: dict[str, str] = {}
         self.restored: dict[int, dict[str, tuple[int, str]]] = {}
         self.missing: dict[int, dict[str, str]] = {}
+        self.num_bytes = 0  # of DTensors, that went from rank to rank
+
+    def reply(
+        self, info: MeshInfo, now: float, checkpoint: messages.SavedFolder | None, age_s: float
+    ) -> messages.MeshHealed:
+        """Return what the client is sent about the attempt, which has succeeded."""
+        resized = self.resized
+        if resized is not None:
+            resized = msgspec.structs.replace(resized, num_bytes=resized.num_bytes + self.num_bytes)
+        return messages.MeshHealed(
+            call=self.command.call,
+            info=info,
+            ranks=self.new_ranks,
+            seconds=now - self.began_at,
+            ran=self.ran,
+            num_defined=self.num_defined,
+            failed=tuple(self.failed.items()),
+            restored=self.restored,
+            missing=self.missing,
+            checkpoint=checkpoint,
+            checkpoint_age_s=age_s,
+            resized=resized,
+        )
+
+
+def _replay_call(attempt: _Attempt) -> CallId:
+    return CallId(f"replay-{attempt.number}")
+
+
+def _describe_lost(exited: Collection[int]) -> str:
+    return f"{name_ranks(exited)} was lost meanwhile" if exited else ""
 
 
 def _first_failure(parts: Parts) -> str:

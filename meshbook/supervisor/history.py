@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from meshbook.ids import Ranks
 from meshbook.wire.messages import HistoryEntry, OutcomeGroup, RunCell
 
 MAX_ENTRIES = 10_000
@@ -75,11 +76,12 @@ class CellRecord:
         """The names that calls have bound on the ranks, in order of appearance."""
         return tuple(self._names)
 
-    def began(self, command: RunCell, at: float, *, whole_mesh: bool) -> HistoryEntry:
+    def began(self, command: RunCell, at: float, *, whole_mesh: bool, by: str) -> HistoryEntry:
         """Record a cell that begins at `at`, wall clock.
 
         Args:
             whole_mesh: it runs on all ranks that there are.
+            by: the kind of its client.
         """
         self.num_cells += 1
         if command.setup:
@@ -95,8 +97,16 @@ class CellRecord:
             setup=command.setup,
             whole_mesh=whole_mesh,
             call=command.call,
+            by=by,
         )
         return self.history.add(entry)
+
+    def acted(self, action: str, ranks: Ranks, by: str, at: float) -> None:
+        """Record what a client did that is no cell, as the magic that does the same: `%mesh interrupt 0-1`."""
+        entry = HistoryEntry(
+            number=None, label=action, source=action, ranks=ranks, started_at=at, seconds=0.0, status="sent", by=by
+        )
+        self.history.add(entry)
 
     def ended(self, entry: HistoryEntry | None, parts: Iterable[OutcomeGroup], seconds: float) -> None:
         """Record how a call ended.

@@ -8,13 +8,15 @@ notice in their place says how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from meshbook.fold.truncation import Truncation
-from meshbook.ids import Ranks, format_ranks
+from meshbook.ids import CallId, Ranks, format_ranks
 from meshbook.wire.messages import (
     CallFinished,
     ClearOutput,
@@ -22,9 +24,12 @@ from meshbook.wire.messages import (
     FoldedItem,
     HistoryEntry,
     KeptCell,
+    KeptItem,
     Line,
+    NewOutput,
     Notice,
     OutcomeGroup,
+    QueryNewOutput,
     RankDisplay,
 )
 
@@ -47,15 +52,15 @@ _Item = tuple[FoldedItem, int, float]  # an item, the memory it takes, and when 
 class _Cell:
     """The output of one cell. `num_bytes` is what it holds."""
 
-    def __init__(self, number: int | None, ranks: Ranks, client: str) -> None:
+    def __init__(self, number: int | None, ranks: Ranks, client: str, next_place: Callable[[], int]) -> None:
         self.number, self.ranks, self.client = number, ranks, client
+        self._next_place = next_place
         self.finished: CallFinished | None = None  # None: it still runs
         self.left_at: float | None = None  # when its client was gone before its end; None: it was not, or users know
         self.num_bytes = 0
         self.num_lines = 0  # printed, since the last clear_output
-        self.displays: dict[int, None] = {}  # keys of the items that are displays, oldest first
-        self._items: dict[int, _Item] = {}  # oldest first
-        self._next_key = 0
+        self.displays: dict[int, None] = {}  # places of the items that are displays, oldest first
+        self._items: dict[int, _Item] = {}  # by place among the items of all cells, oldest first
         self._live: list[Line] = []
         self._dropped = Truncation()
         self._cleared_next: set[int] = set()  # ranks that made clear_output(wait=True) since the last item
@@ -106,11 +111,27 @@ class _Cell:
     def shown_items(self, since: float = float("-inf")) -> tuple[FoldedItem, ...]:
         """Return the output that was sent since then, with a notice at its beginning if there was more."""
         items = [item for item, _, sent_at in self._items.values() if sent_at >= since]
-        items += self._live
-        if self._dropped:
-            notice = Notice(f"… {self._dropped.describe()} of this cell's output are no longer kept")
-            items.insert(0, RankDisplay(tuple(sorted(self._dropped.ranks)), notice))
-        return tuple(items)
+        return (*self.dropped_notice(), *items, *self._live)
+
+    def dropped_notice(self) -> tuple[FoldedItem, ...]:
+        """Return a notice of what is no longer kept, if there is such output."""
+        if not self._dropped:
+            return ()
+        notice = Notice(f"… {self._dropped.describe()} of this cell's output are no longer kept")
+        return (RankDisplay(tuple(sorted(self._dropped.ranks)), notice),)
+
+    def newest(self, after: int) -> Iterable[tuple[int, FoldedItem, float]]:
+        """Yield place, item and time of the output after a place, newest first."""
+        for place in reversed(self._items):
+            if place <= after:
+                return
+            item, _, sent_at = self._items[place]
+            yield place, item, sent_at
+
+    @property
+    def live_lines(self) -> Sequence[Line]:
+        """The present state of lines that are still being written."""
+        return self._live
 
     def drop_oldest(self) -> bool:
         """Drop an item, displays first. Return whether there was one."""
@@ -127,8 +148,7 @@ class _Cell:
         return True
 
     def _append(self, item: FoldedItem, num_bytes: int, now: float) -> int:
-        key = self._next_key
-        self._next_key += 1
+        key = self._next_place()
         num_bytes += ITEM_BYTES
         self._items[key] = (item, num_bytes, now)
         self.num_bytes += num_bytes
@@ -202,6 +222,10 @@ class KeptOutput:
         self._cells: dict[str, _Cell] = {}  # by call, oldest first
         self._max_cells, self._max_cell_bytes, self._max_bytes = max_cells, max_cell_bytes, max_bytes
         self._num_bytes = 0
+        self._last_place = 0
+
+    def __contains__(self, call: str) -> bool:
+        return call in self._cells
 
     @property
     def num_bytes(self) -> int:
@@ -212,7 +236,7 @@ class KeptOutput:
 
     def began(self, call: str, number: int | None, ranks: Ranks, client: str) -> None:
         """Begin to keep the output of a cell."""
-        self._cells[call] = _Cell(number, ranks, client)
+        self._cells[call] = _Cell(number, ranks, client, self._next_place)
         if len(self._cells) > self._max_cells:
             self._drop_cell(next(iter(self._cells)))
 
@@ -287,6 +311,37 @@ class KeptOutput:
             for entry, cell in zip(self.mark(found), cells, strict=True)
         )
 
+    def new_output(
+        self, query: QueryNewOutput, entries: Iterable[HistoryEntry], wall_time: Callable[[float], float]
+    ) -> NewOutput:
+        """Return the output after a place, of all cells or of one, with the cells that it is of."""
+        chosen = self._cells if query.target is None else {query.target: self._cells[query.target]}
+        merged = heapq.merge(
+            *(_labelled(call, cell.newest(query.since or 0)) for call, cell in chosen.items()),
+            key=lambda one: one[1],
+            reverse=True,
+        )
+        newest = list(islice(merged, query.max_items) if query.since is None else merged)
+        found = newest[::-1][: query.max_items]
+        shown = [KeptItem(place, CallId(call), wall_time(sent_at), item) for call, place, item, sent_at in found]
+        if len(newest) <= query.max_items:  # nothing follows these items
+            shown += [KeptItem(0, CallId(call), 0.0, line) for call, cell in chosen.items() for line in cell.live_lines]
+        calls = {one.call for one in shown} | ({query.target} if query.target is not None else set())
+        cells = tuple(
+            KeptCell(
+                msgspec.structs.replace(entry, source=""),
+                self._cells[entry.call].dropped_notice(),
+                self._cells[entry.call].finished if query.target is not None else None,
+            )
+            for entry in entries
+            if entry.call in calls
+        )
+        return NewOutput(tuple(shown), cells, self._last_place, len(newest) - len(found))
+
+    def _next_place(self) -> int:
+        self._last_place += 1
+        return self._last_place
+
     def describe_numbers(self) -> str:
         """Return the numbers of the cells that are kept: `3-7,9`, or `none`."""
         return format_ranks(cell.number for cell in self._cells.values() if cell.number is not None)
@@ -325,6 +380,13 @@ class KeptOutput:
 
     def _drop_cell(self, call: str) -> None:
         self._num_bytes -= self._cells.pop(call).num_bytes
+
+
+def _labelled(
+    call: str, items: Iterable[tuple[int, FoldedItem, float]]
+) -> Iterator[tuple[str, int, FoldedItem, float]]:
+    for place, item, sent_at in items:
+        yield call, place, item, sent_at
 
 
 def _without(ranks: Ranks, others: Iterable[int]) -> Ranks:

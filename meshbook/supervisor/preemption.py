@@ -5,10 +5,13 @@ the mesh. Without a plan (`PlanPreemption`) these end at once. With one, in this
 cells learn that they are preempted, all ranks at the same question (`rank/preemption.py`), and those that have not
 ended by two thirds of the time are stopped; broken groups are formed anew; an elastic loop that was cut off is taken
 back to its last snapshot; the names are saved; the ranks leave. A cell that had to be stopped may have been in the
-middle of a step: then nothing but such a snapshot is saved. Pure: events in, effects out.
+middle of a step: then nothing but such a snapshot is saved. If the plan is to resize, and the highest ranks are to end,
+the mesh is resized instead of the save. Pure: events in, effects out.
 """
 
 from __future__ import annotations
+
+import math
 
 from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
@@ -16,7 +19,9 @@ from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.effects import Effect, SendToClient, SetTimer, Shutdown
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.healing import Healing
+from meshbook.supervisor.preemption_points import PreemptionPoints
 from meshbook.supervisor.rank_table import RankTable
+from meshbook.supervisor.resizing import Resizing, axes_without, format_axes
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.wire import messages
 
@@ -24,8 +29,8 @@ from meshbook.wire import messages
 _GATHER_S = 0.2
 # The part of the grace period after which cells are stopped; the rest is for the save.
 _STOP_AFTER = 2 / 3
-# Seconds until ranks are asked again, of which not all have answered.
-_ASK_AGAIN_S = 1.0
+# ... and until which ranks that leave must have given the others what these need of them.
+_GIVE_UNTIL = 5 / 6
 
 
 class Preemption:
@@ -42,6 +47,7 @@ class Preemption:
         scheduler: CallScheduler,
         saves: CheckpointSaves,
         healing: Healing,
+        resizing: Resizing,
         pid: int,
         mesh_id: str,
     ) -> None:
@@ -51,24 +57,27 @@ class Preemption:
             mesh_id: unique, for the names of saves.
         """
         self._ranks, self._groups, self._scheduler, self._saves = ranks, groups, scheduler, saves
-        self._healing, self._pid, self._mesh_id = healing, pid, mesh_id
+        self._resizing = resizing
+        self._healing, self.pid, self._mesh_id = healing, pid, mesh_id
         saves.end_listeners.append(self._save_ended)
         scheduler.end_listeners.append(self._call_ended)
         self._plan: messages.PlanPreemption | None = None
         self._unsound: list[CallId] = []  # calls that ended badly since the last cell that ended well, oldest first
         self.is_over = False
         self._number = 0  # of preemptions; timers of earlier ones do nothing
+        self._points = PreemptionPoints(ranks, scheduler, self._call_id, self._timer)
         self._reset()
 
     def _reset(self) -> None:
-        self._step: str | None = None  # "gathering", "draining", "forming", "rolling back", "saving"
+        self._step: str | None = None  # "gathering", "draining", "forming", "rolling back", "resizing", "saving"
         self._leaving: set[int] = set()  # ranks that received SIGTERM
         self._is_supervisor_signalled = False
         self._is_stopped = False  # a client has stopped the mesh meanwhile
-        self._asked: set[str] = set()  # calls whose ranks were asked
-        self._undecided: set[str] = set()  # of these, those of which not all ranks have answered
-        self._num_asked = 0
+        self._points.reset()
         self._cut: list[str] = []  # labels of calls that were stopped meanwhile, by this or by a client
+        self._began_at = 0.0
+        self._resized: dict[str, int] = {}  # axes that the mesh gets, or was to get
+        self._why_not_resized = ""
         self._save: CallId | None = None
         self._outcome = self._remark = ""
         self._is_saved = False
@@ -111,7 +120,7 @@ class Preemption:
             self._is_supervisor_signalled = True
             if self._plan is None or not self._ranks.living:
                 return [
-                    Shutdown(f"its supervisor (pid {self._pid}) was ended by a signal (SIGTERM), and its ranks with it")
+                    Shutdown(f"its supervisor (pid {self.pid}) was ended by a signal (SIGTERM), and its ranks with it")
                 ]
         else:
             self._leaving.update(rank for rank in ranks if rank in self._ranks and rank not in self._ranks.exited)
@@ -145,7 +154,7 @@ class Preemption:
             self._outcome = self._without_checkpoint(error)
         else:
             self._is_saved = True
-            self._outcome = f"{self._outcome} saved in {folder}{self._remark}"
+            self._outcome = f"{self._outcome} saved in {folder}{self._remark}{self._why_not_resized}"
         return [self._timer("leave", 0.0)]
 
     def timer_fired(self, argument: str, now: float) -> list[Effect]:
@@ -157,15 +166,14 @@ class Preemption:
                 return self._begin(now)
             case "stop" if self._step == "draining":
                 return self._stop_calls(now)
-            case "over" if not self._is_saved:
+            case "over" if not self._is_saved and self._step != "resizing":
                 assert self._plan is not None
                 where = f"while {self._step}" if self._step != "draining" else "while a call was still running"
                 return self._leave(self._without_checkpoint(f"{self._plan.grace_s:g} s were over {where}"), now)
             case "leave":
                 return self._leave(self._outcome, now)
             case "ask":
-                self._asked -= self._undecided
-                self._undecided.clear()
+                self._points.ask_again()
                 return self.advance(now)
         return []
 
@@ -175,10 +183,12 @@ class Preemption:
         plan = self._plan
         if plan is None:
             return self._leave("nothing is saved, because nothing was asked for (mesh.on_preemption)", now)
-        self._step = "draining"
+        self._step, self._began_at = "draining", now
         busy = [call.label for call in self._scheduler.busy_cells() if call.client]
         stop_after_s = plan.grace_s * _STOP_AFTER
         what = f"{', '.join(plan.names)} will be saved in {plan.path}" if plan.names else "nothing will be saved"
+        if plan.resize and (axes := self._axes_without()):
+            what = f"the mesh will go on with {format_axes(axes)}"
         if busy:
             what += f" when {' and '.join(busy)} has ended, which is stopped after {stop_after_s:.0f} s"
         timers = [self._timer("stop", stop_after_s - _GATHER_S), self._timer("over", plan.grace_s - _GATHER_S)]
@@ -186,14 +196,16 @@ class Preemption:
 
     def advance(self, now: float) -> list[Effect]:
         """Do what waited for the end of a call: ask cells that have begun, or save."""
+        if self._step == "resizing" and not self._resizing.is_active and not self._healing.is_active:
+            return self._resize_ended(now)
         if self._step != "draining" or self._healing.is_active or self._scheduler.is_comparing:
             return []
         assert self._plan is not None
         self._scheduler.is_held = True
         if busy := self._scheduler.busy_cells():
-            return [effect for call in busy if call.client for effect in self._ask(call, now)]
-        if not self._plan.names:
-            return self._leave("nothing was to be saved", now)
+            return [effect for call in busy if call.client for effect in self._points.ask(call, self._who(), now)]
+        if not self._plan.names and not self._axes_without():
+            return self._leave(f"nothing was to be saved{self._why_not_resized}", now)
         if exited := self._ranks.exited:
             why = f"all ranks take part in one, and {name_ranks(exited)} is lost"
             return self._leave(self._without_checkpoint(why), now)
@@ -204,41 +216,40 @@ class Preemption:
             self._step = "rolling back"
             command = messages.RollBack(self._call_id("rollback"), self._ranks.all, tuple(self._unsound))
             return self._scheduler.run_own_call(command, now, self._rolled_back, "loading the last snapshot")
-        return self._begin_save(self._plan.names, now)
+        return self._resize_or_save(self._plan.names, now)
 
-    def _ask(self, call: ActiveCall, now: float) -> list[Effect]:
-        """Have the ranks of a call agree where it is preempted."""
-        if call.id in self._asked or not call.runs_user_code:
-            return []
-        self._asked.add(call.id)
-        self._num_asked += 1
-        query = messages.QueryPreemptionPoint(
-            call=self._call_id(f"ask{self._num_asked}"), ranks=call.ranks, about_call=call.id
-        )
-        decide = lambda _, parts, now: self._decide(call, parts)  # noqa: E731
-        return self._scheduler.run_own_call(query, now, decide, "agreeing on a step", is_main_thread=False)
+    def _axes_without(self) -> dict[str, int]:
+        """Return the axes that the mesh is to go on with; {}: it is not to, or cannot."""
+        is_asked_for = self._plan is not None and self._plan.resize and not self._resized
+        if not is_asked_for or self._is_supervisor_signalled or self._is_stopped:
+            return {}
+        return axes_without(self._groups.axes, self._leaving)
 
-    def _decide(self, call: ActiveCall, parts: Parts) -> list[Effect]:
-        asked = {
-            rank: part.outcome.reply["asked"]
-            for part in parts
-            if part.outcome.status == "ok" and part.outcome.reply is not None
-            for rank in part.ranks
-        }
-        at = max(asked.values()) + 1 if asked.keys() >= set(call.ranks) else None
-        point = messages.SetPreemptionPoint(ranks=call.ranks, about_call=call.id, at=at, reason=self._who())
-        if at is not None:
-            return [self._ranks.send(call.ranks, point)]
-        self._undecided.add(call.id)  # a rank that keeps the interpreter may have passed any number
-        return [self._ranks.send(call.ranks, point), self._timer("ask", _ASK_AGAIN_S)]
+    def _resize_or_save(self, names: tuple[str, ...], now: float) -> list[Effect]:
+        """Have the mesh go on without the ranks that are to end, if that was asked for and can be; else save."""
+        if not (axes := self._axes_without()):
+            return self._begin_save(names, now)
+        self._step, self._resized = "resizing", axes
+        resize = messages.ResizeMesh(call=self._call_id("resize"), axes=axes)
+        give_until = self._began_at + self._plan.grace_s * _GIVE_UNTIL if self._plan is not None else math.inf
+        return [*self._resizing.begin("", resize, now, give_until), *self.advance(now)]
+
+    def _resize_ended(self, now: float) -> list[Effect]:
+        assert self._plan is not None
+        if why := self._resizing.why_refused:
+            self._step, self._why_not_resized = "draining", f"; the mesh was not resized: {why}"
+            return self.advance(now)
+        is_done = not self._healing.has_unmoved and not self._ranks.exited
+        what = "run the cells that were ended again" if is_done else "%mesh heal completes the resize"
+        without = f"{name_ranks(self._leaving)}, with {format_axes(self._resized)}"
+        text = f"{self._who()}; the mesh goes on without {without}: {what}"
+        self._reset()
+        return [self._report(text), *self._scheduler.resume(now)]
 
     def _stop_calls(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for call in self._scheduler.busy_cells():
-            if call.client:
-                stop = messages.Interrupt(ranks=call.ranks, target=call.id)
-                effects += self._scheduler.interrupt("", stop, now)
-        return effects
+        calls = [call for call in self._scheduler.busy_cells() if call.client]
+        stops = [messages.Interrupt(ranks=call.ranks, target=call.id) for call in calls]
+        return [effect for stop in stops for effect in self._scheduler.interrupt("", stop, now)]
 
     def _groups_formed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         if failure := self._groups.formed(parts, call.failure):
@@ -253,6 +264,8 @@ class Preemption:
             text = error.evalue if error is not None else failed[0].outcome.status
             return self._leave(self._without_checkpoint(f"{name_ranks(failed[0].ranks)}: {text}"), now)
         reply = parts[0].outcome.reply or {}
+        if self._axes_without():
+            return self._resize_or_save(self._plan.names, now)
         if not reply["names"]:
             if self._cut:
                 why = f"{' and '.join(self._cut)} was stopped, perhaps in the middle of a step"
@@ -306,16 +319,11 @@ class Preemption:
 
     def _who(self) -> str:
         if self._is_supervisor_signalled:
-            return f"its supervisor (pid {self._pid}) received SIGTERM"
+            return f"its supervisor (pid {self.pid}) received SIGTERM"
         return f"{name_ranks(self._leaving)} received SIGTERM"
 
     def _without_checkpoint(self, why: str) -> str:
-        plan = self._plan
-        if plan is None or not plan.names:
-            return why
-        last = self._saves.last_committed(plan.names)
-        text = f"no checkpoint was written: {why}"
-        return f"{text}; the last one is {last.folder}" if last is not None else text
+        return _explain_no_save(self._plan, self._saves, why)
 
     def _report(self, text: str, ranks: Ranks | None = None) -> SendToClient:
         return SendToClient(None, messages.MeshPreempted(self._ranks.all if ranks is None else ranks, text))
@@ -325,6 +333,14 @@ class Preemption:
 
     def _call_id(self, kind: str) -> CallId:
         return CallId(f"preemption-{self._mesh_id}-{kind}-{self._number}")
+
+
+def _explain_no_save(plan: messages.PlanPreemption | None, saves: CheckpointSaves, why: str) -> str:
+    if plan is None or not plan.names:
+        return why
+    last = saves.last_committed(plan.names)
+    text = f"no checkpoint was written: {why}"
+    return f"{text}; the last one is {last.folder}" if last is not None else text
 
 
 def _is_at_safe_point(outcome: messages.Outcome) -> bool:

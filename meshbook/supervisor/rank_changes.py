@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshbook.ids import CallId
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client
@@ -13,11 +12,13 @@ from meshbook.supervisor.effects import Effect, SendToClient
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
+from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.preemption import Preemption
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.resizing import Resizing
 from meshbook.supervisor.scheduler import CallScheduler
+from meshbook.supervisor.spares import SpareTable
 from meshbook.supervisor.startup import MeshStartup
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
@@ -27,7 +28,8 @@ class RankChanges:
     """Heals, resizes and preemption of one mesh.
 
     Attributes:
-        healing: its `lost_hosts` are those on which no rank can be started.
+        healing: heals, and the processes that a resize adds.
+        spares: processes that wait to become ranks.
         preemption: what follows a SIGTERM; the driver reports those of its own process to it.
         command_handlers: by type of command, as `MeshState` calls them.
     """
@@ -42,6 +44,7 @@ class RankChanges:
         startup: MeshStartup,
         saves: CheckpointSaves,
         monitoring: Monitoring,
+        machines: MachineTable,
         info: Callable[[], MeshInfo],
         *,
         pid: int,
@@ -52,11 +55,13 @@ class RankChanges:
             pid: the supervisor's.
             mesh_id: unique, for the names of saves.
         """
-        self.healing = Healing(ranks, groups, scheduler, cells, startup, saves, info)
+        self._ranks, self._startup, self._machines = ranks, startup, machines
+        self.spares = SpareTable(ranks, startup, machines)
+        self.healing = Healing(ranks, groups, scheduler, cells, startup, saves, machines, self.spares, info)
         self._resizing = Resizing(
-            ranks, groups, calls, scheduler, cells, startup, self.healing, saves, monitoring, info
+            ranks, groups, calls, scheduler, cells, startup, self.healing, saves, monitoring, machines, info
         )
-        self.preemption = Preemption(ranks, groups, scheduler, saves, self.healing, pid, mesh_id)
+        self.preemption = Preemption(ranks, groups, scheduler, saves, self.healing, self._resizing, pid, mesh_id)
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.HealMesh: lambda client, command, _, now: (
                 self.preemption.refuse_heal(client.id, command) or self.healing.begin(client.id, command, now)
@@ -64,8 +69,33 @@ class RankChanges:
             messages.ResizeMesh: lambda client, command, _, now: (
                 self.preemption.refuse_heal(client.id, command) or self._resizing.begin(client.id, command, now)
             ),
+            messages.KeepSpares: lambda client, command, *_: self.spares.keep(client.id, command),
             messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
         }
+
+    def queued(self, state: str) -> list[Effect]:
+        """Handle what the launcher's queue says while the mesh waits for its machines; "": it has them."""
+        return self._startup.queued(state)
+
+    def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
+        """Have a host start ranks: those of a mesh that comes up, or those of a heal."""
+        self._machines.ready(host, report.hostname, report.facts)
+        if self._startup.is_pending:
+            return self._startup.host_ready(host, report, now)
+        return self.healing.host_ready(host, now)
+
+    def host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> None:
+        self._ranks.heartbeat(report.ranks, now, is_starting=self._startup.is_pending)
+        self.spares.reported(host, report.spares)
+
+    def host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Effect]:
+        """Handle a host that could not be started."""
+        if self._startup.is_pending:
+            # of other machines the reason names the machine
+            return self._startup.fail(
+                report.reason if self._machines.watch is not None else f"host {host}: {report.reason}"
+            )
+        return self.healing.host_failed(host, report.reason)
 
     def advance(self, now: float) -> list[Effect]:
         """Go on with what waited for a call that has ended now, or for a time that has come."""
@@ -75,9 +105,21 @@ class RankChanges:
             *self.preemption.advance(now),
         ]
 
-    def refuse_call(self, client: str, call: CallId) -> list[Effect]:
-        """Refuse a call while ranks may leave or join: it could name ranks that are no more, or miss some."""
-        if not self._resizing.is_active:
+    def refuse_call(self, client: str, command: Any) -> list[Effect]:
+        """Refuse a call that could name ranks that are no more, or miss some.
+
+        That is: ranks may leave or join now; or it is for all ranks, and its client had not heard of those of now.
+        Operations on tensors wait until it is decided whether the mesh is resized: a client cannot send them again.
+        """
+        if self._resizing.is_undecided and isinstance(command, messages.RunOps):
             return []
-        text = "the mesh is being resized, and has other ranks afterwards; run it again then"
-        return [SendToClient(client, messages.Refused(call=call, error="ResizeError", text=text))]
+        chosen_at: int | None = getattr(command, "chosen_at", None)
+        changes = [] if chosen_at is None else self._ranks.changes[chosen_at:]
+        if self._resizing.is_active:
+            error, text = "ResizeError", "the mesh is being resized, and has other ranks afterwards; run it again then"
+        elif changes:
+            error, what = changes[0][0], ", and ".join(what for _, what in changes)
+            text = f"{what}, of which this process had not heard when it sent this; nothing was run, run it again"
+        else:
+            return []
+        return [SendToClient(client, messages.Refused(call=command.call, error=error, text=text))]

@@ -7,20 +7,28 @@ from types import MappingProxyType
 
 import msgspec
 
-from meshbook.ids import Ranks
+from meshbook.fold.device_errors import dead_context
+from meshbook.ids import Ranks, name_ranks
 from meshbook.supervisor.effects import SendToHosts
 from meshbook.wire import messages
-from meshbook.wire.messages import RankExited, RankInfo
+from meshbook.wire.messages import OutcomeGroup, RankExited, RankInfo
 
 
 class RankTable:
-    """Every rank of the mesh; empty until a mesh is requested."""
+    """Every rank of the mesh; empty until a mesh is requested.
+
+    Attributes:
+        changes: how ranks were replaced, and their number changed: each in words, after the class of error for a call
+            that comes too late.
+    """
 
     def __init__(self) -> None:
+        self.changes: list[tuple[str, str]] = []
         self._host_of: dict[int, int] = {}
         self._infos: dict[int, RankInfo] = {}
         self._reported_at: dict[int, float] = {}  # when their hosts last reported them
         self._exited: dict[int, RankExited] = {}
+        self._problems: dict[int, str] = {}  # of living ranks: why they are of little use
         self._leaving: frozenset[int] = frozenset()
         self._left_incarnations: dict[int, int] = {}  # of ranks that are no more
 
@@ -54,6 +62,25 @@ class RankTable:
                 self._infos[info.rank] = msgspec.structs.replace(info, state="starting") if not_yet else info
                 self._reported_at[info.rank] = now
 
+    def without_former(self, report: messages.HostHeartbeat) -> messages.HostHeartbeat:
+        """Return a host's report without processes that are ranks no more: it may be older than a heal or a resize."""
+        known, ranks = self._infos, report.ranks
+        present = {
+            info.rank for info in ranks if info.rank in known and known[info.rank].incarnation == info.incarnation
+        }
+        return msgspec.structs.replace(
+            report,
+            ranks=tuple(info for info in ranks if info.rank in present),
+            metrics=tuple(metrics for metrics in report.metrics if metrics.rank in present),
+        )
+
+    def call_ended(self, parts: Iterable[OutcomeGroup]) -> None:
+        """Record which ranks cannot use their GPU any more, as the errors of a call show."""
+        for part in parts:
+            problem = None if part.outcome.error is None else dead_context(part.outcome.error.evalue)
+            if problem is not None:
+                self._problems.update(dict.fromkeys(part.ranks, f"its {problem}"))
+
     def rank_exited(self, report: RankExited) -> bool:
         """Record that a rank has exited; return whether that was unknown, and not asked for."""
         info = self._infos.get(report.rank)
@@ -63,10 +90,35 @@ class RankTable:
             info, state="dead", exit=report.description, call=None, cell=None, line=None
         )
         self._exited[report.rank] = report
+        self._problems.pop(report.rank, None)
         return True
 
-    def restarting(self, ranks: Iterable[int]) -> None:
+    def exits_on_host(self, host: int, cause: str) -> tuple[RankExited, ...]:
+        """Return the exits of all ranks of a host that is lost."""
+        return tuple(
+            RankExited(
+                rank=info.rank,
+                pid=info.pid or 0,
+                exit_code=None,
+                signal=None,
+                host=info.host,
+                last_lines=(),
+                last_collective=None,
+                cause=cause,
+            )
+            for info in map(self.info, self.on_host(host))
+            if info.rank not in self._exited
+        )
+
+    def incarnations(self, ranks: Ranks) -> tuple[int, ...]:
+        """Return how many processes each of these ranks has had before."""
+        return tuple(self._infos[rank].incarnation for rank in ranks)
+
+    def restarting(self, ranks: Ranks) -> None:
         """Record that new processes start in the place of ranks that have exited."""
+        if ranks:
+            have = "has a new process" if len(ranks) == 1 else "have new processes"
+            self.changes.append(("HealError", f"{name_ranks(ranks)} {have}"))
         for rank in ranks:
             del self._exited[rank]
             former = self._infos[rank]
@@ -84,11 +136,13 @@ class RankTable:
         Args:
             hosts: where ranks can be started. The one with the fewest gets the next.
         """
+        self.changes.append(("ResizeError", f"the mesh has {world_size} rank{'' if world_size == 1 else 's'} now"))
         for rank in [rank for rank in self._infos if rank >= world_size]:
             self._left_incarnations[rank] = self._infos.pop(rank).incarnation
             del self._host_of[rank]
             self._reported_at.pop(rank, None)
             self._exited.pop(rank, None)
+            self._problems.pop(rank, None)
         self._leaving = frozenset()
         candidates, hostnames = list(hosts), {host: self._infos[rank].host for rank, host in self._host_of.items()}
         for rank in range(len(self._infos), world_size):
@@ -132,8 +186,9 @@ class RankTable:
         return tuple(sorted(set(self._host_of.values())))
 
     def info(self, rank: int) -> RankInfo:
-        """Return what the rank's host last reported of it."""
-        return self._infos[rank]
+        """Return what the rank's host last reported of it, and what is known of its GPU."""
+        info, problem = self._infos[rank], self._problems.get(rank)
+        return info if problem is None else msgspec.structs.replace(info, problem=problem)
 
     def reported_at(self, rank: int) -> float:
         """Return when the rank's host last reported it; 0 if it never did."""

@@ -33,6 +33,7 @@ _USES_GROUPS = (
     messages.RunOps,
     messages.SaveCheckpoint,
     messages.RestoreCheckpoint,
+    messages.CompareTensors,
 )
 
 
@@ -83,7 +84,8 @@ class CallScheduler:
         client.has_called = client.has_called or is_main_thread
         call.runs_user_code = isinstance(command, (messages.RunCell, messages.CallFunction, messages.RunOps))
         if isinstance(command, messages.RunCell) and not command.silent:
-            call.history_entry = self._cells.began(command, wall_time, whole_mesh=command.ranks == self._ranks.all)
+            whole_mesh = command.ranks == self._ranks.all
+            call.history_entry = self._cells.began(command, wall_time, whole_mesh=whole_mesh, by=client.kind)
         send = self._ranks.send(command.ranks, command, body)
         if not is_main_thread:
             return [send]
@@ -131,9 +133,31 @@ class CallScheduler:
         """Send the deferred calls that no longer need to wait, in their original order."""
         effects: list[Effect] = []
         for call in self._calls:
-            if call.deferred is not None and not self._must_defer(call, now):
+            if call.deferred is not None and not call.lost and not self._must_defer(call, now):
                 effects += self._send(call, call.deferred, now)
         return effects
+
+    def refuse_waiting(self, error: str, text: str) -> list[Effect]:
+        """Refuse clients' calls that have not been sent: ranks that they name are no more."""
+        return self._refuse([call for call in self._calls if call.client and call.deferred is not None], error, text)
+
+    def refuse_without(self, new_ranks: Ranks) -> list[Effect]:
+        """Refuse clients' calls that have not been sent and are for all ranks, but were sent while these were lost."""
+        late = [
+            call
+            for call in self._calls
+            if call.deferred is not None
+            and getattr(call.deferred.message, "chosen_at", None) is not None
+            and not set(new_ranks) <= set(call.ranks)
+        ]
+        error, what = self._ranks.changes[-1] if late else ("", "")
+        return self._refuse(late, error, f"{what}, which this was sent without; nothing was run, run it again")
+
+    def _refuse(self, calls: list[ActiveCall], error: str, text: str) -> list[Effect]:
+        for call in calls:
+            self._calls.forget(call)
+            self._cells.ended(call.history_entry, (OutcomeGroup(call.ranks, Outcome(status="interrupted")),), 0.0)
+        return [SendToClient(call.client, messages.Refused(call=call.id, error=error, text=text)) for call in calls]
 
     # ---- process groups
 
@@ -202,6 +226,7 @@ class CallScheduler:
 
     def part_received(self, host: int, report: messages.CallFinished, now: float) -> list[Effect]:
         """Record that a host has finished a call; conclude the call with the last of them."""
+        self._ranks.call_ended(report.outcomes)
         effects = self._calls.part_received(host, report, now)
         return [*effects, *self.query_left(report.call, now)]
 
@@ -273,7 +298,20 @@ class CallScheduler:
             if report.rank not in call.ranks or not call.is_main_thread:
                 continue
             call.lost.append(report)
+            if not call.is_sent:
+                continue
             if survivors := tuple(rank for rank in call.ranks if rank not in exited):
                 effects.append(self._ranks.send(survivors, messages.Interrupt(ranks=survivors, target=call.id)))
                 effects.append(SetTimer(f"abandon {call.id}", ABANDON_AFTER_S))
+        return effects
+
+    def end_unsent(self, now: float) -> list[Effect]:
+        """End the calls that lost a rank before they were sent: the survivors would begin what is not waited for."""
+        effects: list[Effect] = []
+        for call in [call for call in self._calls if call.lost and not call.is_sent]:
+            lost = tuple(report.rank for report in call.lost)
+            parts = [OutcomeGroup(lost, Outcome(status="lost"))]
+            if others := tuple(rank for rank in call.ranks if rank not in lost):
+                parts.append(OutcomeGroup(others, Outcome(status="interrupted")))
+            effects += self._calls.end(call, tuple(parts), now)
         return effects

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, Shutdown, StartHosts
 from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.wire import messages
@@ -22,9 +23,15 @@ class MeshStartup:
     """
 
     def __init__(
-        self, ranks: RankTable, groups: GroupState, scheduler: CallScheduler, info: Callable[[], MeshInfo]
+        self,
+        ranks: RankTable,
+        groups: GroupState,
+        scheduler: CallScheduler,
+        machines: MachineTable,
+        info: Callable[[], MeshInfo],
     ) -> None:
         self._ranks, self._groups, self._scheduler, self._info = ranks, groups, scheduler, info
+        self._machines = machines
         self.spec: MeshSpec | None = None
         self._pending: tuple[str, messages.StartMesh, float] | None = None  # client, its command, since
         self._hosts_ready: set[int] = set()
@@ -43,22 +50,41 @@ class MeshStartup:
         spec = self.spec = command.spec
         self._ranks.assign(math.prod(spec.axes.values()), spec.num_hosts)
         self._pending = (client, command, now)
+        self._machines.begin(spec)
         self._groups.axes = dict(spec.axes)
         self._scheduler.ends_on_error = spec.end_on_error
         if spec.process_group and spec.torch:
             self._groups.request()
-        return [StartHosts(spec)]
+        return [StartHosts(spec, self._ranks.hosts)]
+
+    def queued(self, state: str) -> list[Effect]:
+        """Tell the client that waits what the launcher's queue says; "": the machines are there."""
+        if self._pending is None:
+            return []
+        client, command, _ = self._pending
+        return [SendToClient(client, messages.MeshQueued(call=command.call, state=state))]
 
     def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
-        """Have a host start its ranks; with the last host, have the ranks form their groups."""
+        """Have a host start its ranks; with the last host, have the ranks form their groups.
+
+        Hosts on several machines start theirs when all have come, and fit each other.
+        """
         assert self.spec is not None
         self._hosts_ready.add(host)
         self._ranks.host_ready(host, report.hostname)
-        ranks = self._ranks.on_host(host)
-        command = messages.StartRanks(spec=self.spec, ranks=ranks, world_size=len(self._ranks), host_ranks=ranks)
         is_last = self._hosts_ready.issuperset(self._ranks.hosts)
-        forming = self._scheduler.form_groups(now, self._groups_formed) if is_last else []
-        return [SendToHosts((host,), command), *forming]
+        hosts: tuple[int, ...] = (host,)
+        if report.facts is not None:
+            if is_last and (problem := self._machines.problem(self.spec)):
+                return self.fail(problem)
+            hosts = self._ranks.hosts if is_last else ()
+        starting: list[Effect] = [SendToHosts((each,), self._start_ranks(each)) for each in hosts]
+        return [*starting, *(self._scheduler.form_groups(now, self._groups_formed) if is_last else [])]
+
+    def _start_ranks(self, host: int) -> messages.StartRanks:
+        assert self.spec is not None
+        ranks = self._ranks.on_host(host)
+        return messages.StartRanks(spec=self.spec, ranks=ranks, world_size=len(self._ranks), host_ranks=ranks)
 
     def _groups_formed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         if failure := self._groups.formed(parts, call.failure):

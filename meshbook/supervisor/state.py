@@ -6,7 +6,7 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `past_cells`, `monitoring`, `checkpoints`, `rank_changes`
+`group_state`, `history`, `past_cells`, `exit_checks`, `log_searches`, `monitoring`, `checkpoints`, `rank_changes`
 (`healing`, `resizing`, `preemption`).
 """
 
@@ -20,13 +20,18 @@ from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
+from meshbook.supervisor.exit_checks import ExitChecks
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
+from meshbook.supervisor.input_requests import InputRequests
+from meshbook.supervisor.log_searches import LogSearches
+from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.past_cells import PastCells
 from meshbook.supervisor.rank_changes import RankChanges
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
+from meshbook.supervisor.silent_hosts import SilentHosts
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.startup import MeshStartup
 from meshbook.wire import messages
@@ -38,44 +43,63 @@ class MeshState:
 
     Attributes:
         saves: checkpoints that are being saved; the driver reports the ends of commits to it.
+        machines: those of the hosts.
+        lease_s: returns for how many seconds a host without a supervisor is to keep its ranks.
         changes: heals, resizes, and what follows a SIGTERM.
     """
 
     def __init__(
-        self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store_address: str = ""
+        self,
+        name: str,
+        pid: int,
+        started_at: float,
+        *,
+        facts: Callable[[], messages.MachineFacts],
+        stall_s: float = STALL_S,
+        store_address: str = "",
     ) -> None:
         """Create the state of a mesh.
 
         Args:
+            facts: returns those of this machine.
             store_address: address of the store by which ranks rendezvous.
         """
-        self.name, self._pid, self._started_at = name, pid, started_at
+        self.name, self.pid, self._started_at = name, pid, started_at
         self._clients = Clients()
+        self.lease_s: Callable[[], float] = lambda: self._clients.longest_ttl_s
         self._ranks = RankTable()
         self._groups = GroupState(store_address)
         self._cells = CellRecord()
         self._monitoring = Monitoring(self, self._ranks, stall_s)
         self._calls = CallTable(self._ranks, self._monitoring)
-        self._past_cells = PastCells(self._clients, self._calls, self._cells)
+        self._past_cells = PastCells(self._clients, self._calls, self._cells, self.wall_time)
         self._scheduler = CallScheduler(
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
-        self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.info)
+        self.machines = MachineTable(self._ranks, facts)
+        self._silent_hosts = SilentHosts(self._ranks, self._calls, self.machines)
+        self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.machines, self.info)
         self.saves = CheckpointSaves(self._ranks, self._groups, lambda: self._startup.spec, self.wall_time)
-        self._scheduler.end_listeners.append(self.saves.call_ended)
+        self._input_requests = InputRequests(self._ranks, self._calls, self._clients, self._start_call)
+        self._scheduler.end_listeners += (self.saves.call_ended, self._input_requests.call_ended)
         self.changes = RankChanges(
             self._ranks, self._groups, self._calls, self._scheduler, self._cells, self._startup, self.saves,
-            self._monitoring, self.info, pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
+            self._monitoring, self.machines, self.info, pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
         )  # fmt: skip
-        self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
+        self._logs = LogSearches(self._ranks, self.machines)
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
-            messages.Interrupt: lambda client, command, _, now: self._scheduler.interrupt(client.id, command, now),
-            messages.InputReply: self._reply_input,
+            messages.Interrupt: lambda client, command, _, now: self._scheduler.interrupt(
+                client.id, self.changes.healing.aim_stop(command), now
+            ),
+            **self._input_requests.command_handlers,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
-            messages.QueryStatus: lambda client, command, *_: self._reply(client, command, info=self.info()),
-            messages.QueryLogs: self._query_logs,
+            messages.QueryStatus: lambda client, command, _, now: self._reply(
+                client, command, info=self.info(), open_calls=self._calls.running_user_code(now)
+            ),
+            messages.QueryHosts: lambda client, command, *_: self._reply(client, command, hosts=self.machines.infos()),
+            **self._logs.command_handlers,
             **self._past_cells.command_handlers,
             **self.changes.command_handlers,
             messages.StopMesh: self._stop_mesh,
@@ -86,11 +110,10 @@ class MeshState:
             messages.Subscribe: lambda client, command, _, now: self._monitoring.subscribe(client.id, command, now),
         }
         self._report_handlers: dict[type, Callable[[int, Any, float], list[Effect]]] = {
-            messages.HostReady: self._startup.host_ready,
-            messages.HostFailed: lambda host, report, now: self._startup.fail(f"host {host}: {report.reason}"),
+            messages.HostReady: self.changes.host_ready,
+            messages.HostFailed: self.changes.host_failed,
             messages.HostHeartbeat: self._host_heartbeat,
-            messages.RankExited: lambda host, report, now: self._ranks_exited((report,)),
-            messages.RanksExited: lambda host, report, now: self._ranks_exited(report.exits),
+            messages.RankExited: lambda host, report, now: self._ranks_exited((report,), now),
             messages.CallOutput: self._calls.output_received,
             messages.CallProgressed: lambda host, report, now: self._scheduler.progressed(report, now),
             messages.RanksStuck: lambda host, report, now: self._calls.ranks_stuck(report),
@@ -98,14 +121,14 @@ class MeshState:
                 *self._scheduler.part_received(host, report, now),
                 *self.changes.advance(now),
             ],
-            messages.InputRequest: self._input_requested,
-            messages.CommandReply: self._host_replied,
+            messages.InputRequest: self._input_requests.requested,
+            **ExitChecks(self._ranks, self._calls).report_handlers,
+            messages.CommandReply: lambda host, report, now: self._logs.replied(report),
+            messages.LogsFound: lambda host, report, now: self._logs.found(host, report),
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
             messages.SnapshotReply: self._monitoring.snapshots_received,
             messages.CheckpointWritten: self.saves.written,
-            messages.TerminationRequested: lambda host, report, now: self.changes.preemption.requested(
-                report.ranks, now
-            ),
+            messages.TerminationRequested: lambda _, report, now: self.changes.preemption.requested(report.ranks, now),
         }
 
     # ---- inputs
@@ -121,18 +144,16 @@ class MeshState:
         if client is None:
             return []
         effects = self._command_handlers.get(type(command), self._start_call)(client, command, body, now)
-        if isinstance(command, messages.FollowCall):
-            return effects  # what they contain is kept already
-        return self._past_cells.keep(effects, now)
+        return self._past_cells.handled(client, command, effects, now)
 
     def client_disconnected(self, client_id: str, now: float) -> list[Effect]:
         """Handle a client that exited or detached. Its calls on the ranks continue."""
-        client, orphaned = self._clients.leave(client_id)
+        client, orphaned = self._clients.leave(client_id, is_empty=self._startup.spec is None)
         if client is None:
             return []
         self._past_cells.client_left(client_id, now)
         self._monitoring.client_disconnected(client_id)
-        effects = self._calls.client_left(client_id)
+        effects = [*self._input_requests.client_left(client_id), *self._logs.client_left(client_id)]
         living = self._ranks.living
         if client.has_called and living:
             effects.append(self._ranks.send(living, messages.Release(ranks=living, client=client_id)))
@@ -143,27 +164,21 @@ class MeshState:
         return self._past_cells.keep(handler(host, report, now), now) if handler is not None else []
 
     def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
-        """Handle the loss of a host and all its ranks."""
+        """Handle the loss of a host and all its ranks. `reason` follows "the host": "was killed by signal 9"."""
         if self._startup.is_pending:
-            return self._startup.fail(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
-        self.changes.healing.lost_hosts[host] = reason
-        exits = tuple(
-            messages.RankExited(
-                rank=info.rank,
-                pid=info.pid or 0,
-                exit_code=None,
-                signal=None,
-                host=info.host,
-                last_lines=(),
-                last_collective=None,
-                cause=f"ended with its host, which {reason}",
-            )
-            for info in map(self._ranks.info, self._ranks.on_host(host))
-            if info.rank not in self._ranks.exited
-        )
-        effects = self._ranks_exited(exits)
+            who = self.machines.who(host)
+            return self._startup.fail(f"{who} {reason} while the mesh was coming up; see supervisor.log")
+        exits = self._ranks.exits_on_host(host, self.machines.lose(host, reason))
+        effects = self._ranks_exited(exits, now)
         effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
+        effects += [*self._logs.host_lost(host), *self.changes.healing.host_failed(host, reason)]
         return self._past_cells.keep(effects, now)
+
+    def host_fell_silent(self, host: int, silent_s: float, lost_after_s: float, now: float) -> list[Effect]:
+        return self._past_cells.keep(self._silent_hosts.fell_silent(host, silent_s, lost_after_s), now)
+
+    def host_answered(self, host: int, silent_s: float, now: float) -> list[Effect]:
+        return self._past_cells.keep(self._silent_hosts.answered(host, silent_s), now)
 
     def timer_fired(self, name: str, now: float) -> list[Effect]:
         kind, _, argument = name.partition(" ")
@@ -173,9 +188,11 @@ class MeshState:
             case "left":
                 effects = self._scheduler.query_left(argument, now)
             case "release":
-                effects = self._scheduler.send_deferred(now)
+                effects = [*self._silent_hosts.stop_unanswered(argument), *self._scheduler.send_deferred(now)]
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
+            case "hosts":
+                effects = self.changes.healing.hosts_late(argument)
             case "preemption":
                 effects = self.changes.preemption.timer_fired(argument, now)
             case _:
@@ -193,7 +210,7 @@ class MeshState:
             name=self.name,
             spec=self._startup.spec,
             ranks=self._calls.rank_infos(),
-            supervisor_pid=self._pid,
+            supervisor_pid=self.pid,
             started_at=self._started_at,
             groups=self._groups.status,
             group_generation=self._groups.generation,
@@ -201,6 +218,8 @@ class MeshState:
             names=self._cells.names,
             backend=self._groups.backend,
             cells_run=self._cells.num_cells,
+            num_rank_changes=len(self._ranks.changes),
+            spares=self.changes.spares.infos,
         )
 
     def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:
@@ -230,7 +249,7 @@ class MeshState:
         if not self._startup.is_done:
             text = f"the mesh {self.name!r} has no ranks yet; wait for it to start"
             return self._refuse(client, command.call, "NotAttached", text)
-        if refused := self.changes.refuse_call(client.id, command.call) or self._refuse_unknown_ranks(client, command):
+        if refused := self.changes.refuse_call(client.id, command) or self._refuse_unknown_ranks(client, command):
             return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
@@ -245,10 +264,6 @@ class MeshState:
             return self._refuse(client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet")
         return self._refuse_unknown_ranks(client, command) or self._monitoring.take_snapshots(client.id, command, now)
 
-    def _reply_input(self, client: Client, command: messages.InputReply, body: bytes, now: float) -> list[Effect]:
-        self._calls.input_replied(command)
-        return [self._ranks.send((command.rank,), command, body)] if command.rank in self._ranks else []
-
     def _release(self, client: Client, command: messages.Release, body: bytes, now: float) -> list[Effect]:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
         return [self._ranks.send(ranks, command, body)] if ranks else []
@@ -260,18 +275,11 @@ class MeshState:
             return self._refuse(client, command.call, "MeshShapeError", text)
         return [self._ranks.send(command.ranks, command, body), *self._reply(client, command)]
 
-    def _query_logs(self, client: Client, command: messages.QueryLogs, body: bytes, now: float) -> list[Effect]:
-        if command.rank not in self._ranks:
-            text = f"rank {command.rank} is not in this mesh of ranks {format_ranks(self._ranks.all)}"
-            return self._refuse(client, command.call, "MeshShapeError", text)
-        self._forwarded_queries[command.call] = client.id
-        return [self._ranks.send((command.rank,), command, body)]
-
     def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Effect]:
         if self.changes.preemption.takes_stop():
             return self._reply(client, command)
         self.begin_shutdown()
-        return [*self._reply(client, command), Shutdown(f"stopped by a {client.kind}")]
+        return [*self._reply(client, command), Shutdown(f"stopped by {'' if client.is_agent else 'a '}{client.kind}")]
 
     def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = float("inf") if command.orphan_ttl_s is None else command.orphan_ttl_s
@@ -292,19 +300,19 @@ class MeshState:
         unknown = [rank for rank in command.ranks if rank not in self._ranks]
         if not unknown and command.ranks:
             return []
-        world = len(self._ranks)
         problem = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
-        text = f"{problem} in this mesh of {world} ranks (0-{world - 1})"
+        text = f"{problem} in this mesh of {len(self._ranks)} ranks (0-{len(self._ranks) - 1})"
         return self._refuse(client, command.call, "MeshShapeError", text)
 
     # ---- reports of hosts
 
     def _host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> list[Effect]:
-        self._ranks.heartbeat(report.ranks, now, is_starting=self._startup.is_pending)
+        report = self._ranks.without_former(report)
+        self.changes.host_heartbeat(host, report, now)
         self._monitoring.host_heartbeat(report, now)
         return []
 
-    def _ranks_exited(self, reports: tuple[messages.RankExited, ...]) -> list[Effect]:
+    def _ranks_exited(self, reports: tuple[messages.RankExited, ...], now: float) -> list[Effect]:
         """Handle exits of the same moment: a client that hears of one hears of all."""
         if self._calls.is_stopping:
             return []
@@ -318,15 +326,7 @@ class MeshState:
         for report in exits:
             saves = self.saves.rank_lost(report)
             effects += [*self._scheduler.rank_lost(report), *saves]
-        return effects
-
-    def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
-        call = self._calls.get(report.call)
-        return self._calls.input_requested(host, report, call is not None and call.client in self._clients)
-
-    def _host_replied(self, host: int, report: messages.CommandReply, now: float) -> list[Effect]:
-        client = self._forwarded_queries.pop(report.call, None)
-        return [SendToClient(client, report)] if client is not None else []
+        return [*effects, *self._scheduler.end_unsent(now)]
 
     def _mesh_changed(self, *exited: messages.RankExited) -> SendToClient:
         return SendToClient(None, messages.MeshChanged(info=self.info(), exited=exited))

@@ -7,7 +7,6 @@ keys, no rank is special, and any rank may die. If the supervisor ends, so do it
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import zmq
 
 from meshbook.errors import ProtocolError, VersionMismatch
 from meshbook.wire import codec, keys, messages
+from meshbook.wire.linked_sockets import LinkedRouter
 from meshbook.wire.loop import Loop
 from meshbook.wire.messages import StoreReply
 from meshbook.wire.rate_limited_log import RateLimitedLog
@@ -109,37 +109,59 @@ class StoreServer:
 
     def __init__(self, loop: Loop, context: zmq.Context[zmq.Socket[bytes]], address: str, token: str) -> None:
         self.address = address
+        self._loop, self._context = loop, context
+        self._routers: list[LinkedRouter] = []  # each peer is known to one
         self.store = KeyStore()
-        self._loop, self._token = loop, token
-        self._authenticated: set[bytes] = set()  # peers that have shown the token
+        self._token = token
         self._rejections = RateLimitedLog(log)
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        keys.configure_socket(self._socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-        self._socket.bind(address)
-        loop.watch_socket(self._socket, self._on_message)
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        socket.bind(address)
+        self._serve(socket)
+
+    def listen(self, host: str, key_pair: tuple[bytes, bytes]) -> str:
+        """Serve on a port of an address of this machine too, encrypted; return where."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        endpoint = keys.bind_encrypted(socket, host, key_pair)
+        self._serve(socket)
+        return endpoint
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        router = LinkedRouter(
+            self._loop, socket, self._on_request, lambda peer, frames: self._on_hello(router, peer, frames)
+        )
+        self._routers.append(router)
 
     def begin_generation(self, generation: int) -> None:
         """Delete the keys of generations before the previous one, as groups are re-formed."""
         self.store.delete_prefix(f"e{generation - 2}/")
 
-    def close(self) -> None:
-        self._loop.unwatch(self._socket)
-        self._socket.close(linger=0)
+    def reopen(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        (router,) = self._routers  # a mesh whose store listens on the network has no standby
+        router.reopen(context)
 
-    def _on_message(self, frames: list[bytes]) -> None:
-        peer = frames[0]
-        is_authenticated = peer in self._authenticated
+    def close(self) -> None:
+        for router in self._routers:
+            router.close()
+
+    def _on_hello(self, router: LinkedRouter, peer: bytes, frames: list[bytes]) -> None:
         try:
-            request = (codec.store_commands if is_authenticated else codec.store_hellos).decode(frames[1:])
+            hello = codec.store_hellos.decode(frames)
         except (VersionMismatch, ProtocolError) as error:
             self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
-        if isinstance(request, messages.StoreHello):
-            if hmac.compare_digest(request.token.encode(), self._token.encode()):
-                self._authenticated.add(peer)
-            else:
-                self._rejections.warning("%r showed the store a wrong token, and was refused", peer[:16])
+        if hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            router.open_peer(peer)
+        else:
+            self._rejections.warning("%r showed the store a wrong token, and was refused", peer[:16])
+
+    def _on_request(self, peer: bytes, body: bytes) -> None:
+        try:
+            request = codec.store_commands.decode_body(body)
+        except ProtocolError as error:
+            self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
         for receiver, reply in self.store.handle(peer, request):
-            with contextlib.suppress(zmq.ZMQError):  # a rank that has exited waits for nothing
-                self._socket.send_multipart([receiver, codec.PROTOCOL, codec.encode_body(reply)])
+            for router in self._routers:
+                router.send(receiver, codec.encode_body(reply))

@@ -29,6 +29,8 @@ def distribute(
     strategy: Any = "fsdp",
     precision: str | None = None,
     axis: str | None = None,
+    sample: Any = None,
+    memory: int | None = None,
     **strategy_options: Any,
 ) -> RemoteModule: ...
 
@@ -42,6 +44,8 @@ def distribute(
     strategy: Any = None,
     precision: str | None = None,
     axis: str | None = None,
+    sample: Any = None,
+    memory: int | None = None,
     **strategy_options: Any,
 ) -> Any:
     """Bring a tensor to a mesh, or build a module there.
@@ -52,9 +56,13 @@ def distribute(
     Args:
         placements: of a tensor: torch's, one per axis of the mesh; default: replicated on every rank.
         sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
-        strategy: of a module: "fsdp" (the default), "ddp", "replicate", or a function of (module, DeviceMesh).
+        strategy: of a module: "fsdp" (the default), "ddp", "hsdp", "tp", "fsdp+tp", "replicate", a Plan, a
+            function of (module, DeviceMesh), or "auto": the fastest plan that fits, for `sample`.
         precision: of a module: "bf16" computes in bfloat16; parameters and gradients keep their dtype.
         axis: of a module: the axis that shards batches.
+        sample: of a module: a batch as it will be called with (a tuple: its arguments; a dict: those by keyword). What
+            plans would cost is then in `model.plan`.
+        memory: of a module, with a sample: bytes that a rank may use; None: what is free.
         strategy_options: of a module: options of DistributedDataParallel (`find_unused_parameters=True`) or fully_shard
             (`reshard_after_forward=False`).
 
@@ -67,7 +75,8 @@ def distribute(
         UsageError: an argument for tensors was given with a module, or the other way round.
     """
     if isinstance(thing, torch.Tensor):
-        if strategy is not None or precision is not None or axis is not None or strategy_options:
+        given = (strategy, precision, axis, sample, memory)
+        if strategy_options or any(option is not None for option in given):
             raise UsageError(
                 f"{', '.join(strategy_options) or 'strategy, precision and axis'} are for modules; a tensor takes "
                 "placements or sharding_spec"
@@ -84,5 +93,12 @@ def distribute(
             "meshbook.module_to_mesh(module, mesh, placements)"
         )
     return modules.distribute_module(
-        thing, mesh, strategy=strategy or "fsdp", precision=precision, axis=axis, options=strategy_options
+        thing,
+        mesh,
+        strategy=strategy or "fsdp",
+        precision=precision,
+        axis=axis,
+        sample=sample,
+        memory=memory,
+        options=strategy_options,
     )

@@ -118,6 +118,7 @@ class BatchSender:
         num_heals: how often ranks were replaced, and those of before were given what others hold; see `reopening`.
         lock: held while a batch is sent; what must come into one batch is queued under it.
         num_ops, num_batches: how many have been sent.
+        num_disturbances: how often ranks may have left out different operations: a fault, a Stop, a loss.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class BatchSender:
         self.error: MeshbookError | None = None
         self.in_flight = InFlightBatches()
         self.lock = threading.RLock()
-        self.num_ops = self.num_batches = 0
+        self.num_ops = self.num_batches = self.num_disturbances = 0
         self._engine_name, self._queue = engine_name, queue
         self._wake, self._batch_ended, self._reopen = wake, batch_ended, reopen
         self._incarnations = incarnations(session, self.ranks)
@@ -183,6 +184,7 @@ class BatchSender:
     def reopened(self, num_heals: int) -> None:
         """Send again: the ranks are as their healing has left them."""
         self.num_heals, self._incarnations = num_heals, incarnations(self.session, self.ranks)
+        self.num_disturbances += 1
         self.error, self._must_drain = self._lasting_error, False
 
     def close_for_good(self) -> None:
@@ -250,7 +252,7 @@ class BatchSender:
         self.raise_error()
 
     def wait_for_room(self, limit: int = MAX_IN_FLIGHT) -> None:
-        """Wait until fewer than `limit` batches are in flight.
+        """Wait until fewer than `limit` batches are in flight; another thread may send meanwhile.
 
         Raises:
             RankLost, NotAttached: no batch can be sent any more.
@@ -376,6 +378,7 @@ class BatchSender:
         try:
             finished: messages.CallFinished = done.result()
         except MeshbookError as error:
+            self.num_disturbances += 1
             self.fail(error)
             self.lost.append(batch)
         else:
@@ -396,6 +399,8 @@ class BatchSender:
             self._queue.restore(batch.templates, batch.freed)
         if any(part.outcome.groups_broken for part in finished.outcomes):
             self._must_drain = True
+        if error is not None or any((part.outcome.reply or {}).get("faults") for part in finished.outcomes):
+            self.num_disturbances += 1
         self._batch_ended(batch, finished.outcomes, error is not None)
 
     def _set_batch_size(self) -> None:

@@ -9,7 +9,6 @@ Its parts: `queue` (what waits to be sent), `templates`, `sender` (batches in fl
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import secrets
@@ -28,7 +27,7 @@ from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.console import Console
 from meshbook.controller.session import Session
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import CellInterrupted, MeshbookError, RankLost
+from meshbook.errors import CellInterrupted, MeshbookError, OperationFailed, RankLost
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.modes import Modes
@@ -63,7 +62,6 @@ class TensorEngine:
 
     Attributes:
         next_id, free_id: the id of a new tensor; frees one, at any moment and on any thread.
-        may_hold: whether steps may be recorded.
         foreign_version_counter: one version counter for all tensors whose storage code outside this engine can change,
             such as a cell's.
     """
@@ -86,7 +84,6 @@ class TensorEngine:
         self.next_id = itertools.count(1).__next__
         self.free_id = self.queue.freed_ids.append
         self.foreign_version_counter: list[int] = session.extras.setdefault("changes", [0])
-        self.may_hold = True
         self._sent_modes: Modes | None = ()  # last sent to the ranks; None: unknown
         self._sent_deterministic = False  # deterministic algorithms, as last sent
         session.before_call_hooks.append(_weak_callback(self._before_call))
@@ -187,9 +184,9 @@ class TensorEngine:
         """Hold operations back from here until `release`. Code that needs a value of them sends them earlier.
 
         Returns:
-            False: others are held already, or none may be, and nothing is done.
+            False: others are held already, and nothing is done.
         """
-        if self.queue.is_held or not self.may_hold:
+        if self.queue.is_held:
             return False
         if self._should_send_steps():
             self.flush()
@@ -254,8 +251,12 @@ class TensorEngine:
                 reopening.reopen(self)
 
     def _healed(self) -> None:
-        with contextlib.suppress(MeshbookError):  # raised by the next operation
+        try:
             self.reopen()
+        except CellInterrupted:
+            raise
+        except MeshbookError:  # raised by the next operation
+            pass
 
     def forget_modes(self) -> None:
         """Have the modes sent again: it is not known which the ranks have."""
@@ -280,7 +281,7 @@ class TensorEngine:
         """Return what ranks reply after running everything before: rank -> {"value": object}. Blocks; interruptible.
 
         Raises:
-            OperationFailed: the requested value could not be computed.
+            OperationFailed: the requested value could not be computed, or may be wrong.
             RankLost, CellInterrupted: as for a cell.
         """
         self.faults.check_ids((fetch.id,))
@@ -292,14 +293,15 @@ class TensorEngine:
         # Notices about stalled ranks arrive through this inbox too.
         finished = self.session.foreground.wait(command, future, inbox=inbox, on_output=Console(self.ranks, echo=True))
         error = error_from(finished, "an operation on tensors")
-        # The reply may arrive before the interrupt takes effect: raise all the same, so that a loop ends.
-        if error is None and self.session.foreground.was_interrupted(command.call):
-            error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
                 self.sender.fail(error)
                 self.sender.mark_loss_reported()
             raise render_error(error)
+        # Recorded: the call site of a fault, and whether ranks are out of step, in this batch or one before it.
+        self.sender.in_flight.wait_until_recorded(command.call)
+        if isinstance(self.sender.error, OperationFailed):
+            self.sender.raise_error()
         answers: dict[int, dict[str, Any]] = {}
         reports: list[tuple[int, dict[str, Any]]] = []
         for part in finished.outcomes:
@@ -312,7 +314,6 @@ class TensorEngine:
                 if part.outcome.value is not None and part.outcome.value.payload is not None:
                     answers[rank]["value"] = self.session.transfer.load(part.outcome.value.payload)
         if reports:
-            self.sender.in_flight.wait_until_recorded(command.call)  # with the call site of the fault
             raise self.faults.error_from_reports(reports)
         return answers
 

@@ -8,6 +8,7 @@ on the ranks: the slowest of loop, ranks and source sets the pace.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -25,6 +26,7 @@ from meshbook.controller import remote
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.data import batches
+from meshbook.data.async_batches import AsyncBatches
 from meshbook.errors import MeshbookError, UsageError
 from meshbook.ids import Ranks
 from meshbook.rank.previews import expressions
@@ -98,7 +100,8 @@ class Feed(Iterator[Any]):
         self._engine = engine_of(mesh) if view == "global" else None
         pulled = batches.iterate_batches(source, batch_size)
         checked = _iter_checked(pulled, axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
-        self._prefetcher = _Prefetcher(_BatchSender(mesh, axis, self._engine), checked, prefetch)
+        cancel = pulled.close if isinstance(pulled, AsyncBatches) else None
+        self._prefetcher = _Prefetcher(_BatchSender(mesh, axis, self._engine), checked, prefetch, cancel)
         self._finalizer = weakref.finalize(self, self._prefetcher.stop)
 
     def __iter__(self) -> Feed:
@@ -222,13 +225,18 @@ def _as_tensor(leaf: Any) -> Any:
 class _Prefetcher:
     """State shared by the thread and the loop. Does not refer to the Feed, so that an unused Feed can be collected."""
 
-    def __init__(self, sender: _BatchSender, source: Iterator[Any], prefetch: int) -> None:
+    def __init__(
+        self, sender: _BatchSender, source: Iterator[Any], prefetch: int, cancel: Callable[[], None] | None
+    ) -> None:
         self._sender, self._source, self._prefetch = sender, source, prefetch
+        self._cancel = cancel  # ends the wait for a batch of an async source
         self._ready: deque[_SentBatch] = deque()
         self._changed = threading.Condition()
         self._is_stopped = False
         self._is_exhausted = False
         self._thread: threading.Thread | None = None
+        self._has_thread_ended = False
+        self._is_abandoned = False  # the source hangs: the thread closes it when it comes back
 
     def pop(self) -> _SentBatch | None:
         """Return the next batch that has been sent; None: the source has ended. Blocks."""
@@ -251,10 +259,14 @@ class _Prefetcher:
             self._changed.notify_all()
         for sent in remaining:
             self._sender.discard(sent)
+        if self._cancel is not None:
+            self._cancel()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(2.0)  # a source that hangs is abandoned: the thread is a daemon and ends after it
-        if thread is None or not thread.is_alive():
+        with self._changed:
+            self._is_abandoned = thread is not None and not self._has_thread_ended
+        if not self._is_abandoned:
             _close_source(self._source)
 
     def _run(self) -> None:
@@ -265,6 +277,12 @@ class _Prefetcher:
                 self._ready.append(_SentBatch("", (), None, error=error))
                 self._is_exhausted = True
                 self._changed.notify_all()
+        with self._changed:
+            self._has_thread_ended = True
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
+            with contextlib.suppress(Exception):  # nobody waits for it any more
+                _close_source(self._source)
 
     def _prefetch_loop(self) -> None:
         in_flight: deque[_SentBatch] = deque()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from meshbook.errors import PlacementError, UsageError
+from meshbook.ids import Ranks
 from meshbook.rank.tensors import modes, modules
 from meshbook.rank.tensors.operators import FLOAT, TENSOR
 from meshbook.tensors import dispatch
@@ -37,14 +38,16 @@ def refuse_foreign_autocast(*_: Any) -> None:
             )
 
 
-def call_on_ranks(engine: TensorEngine, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the result of a function on each of the ranks. Blocks."""
-    session = engine.session
-    command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
+def call_on_ranks(
+    engine: TensorEngine, function: Callable[..., Any], *args: Any, ranks: Ranks | None = None
+) -> list[Any]:
+    """Return the result of a function on each of the ranks, or of these. Blocks."""
+    session, ranks = engine.session, engine.ranks if ranks is None else ranks
+    command = session.call_command(function, args, {}, ranks, label=function.__name__, inline_limit=1 << 30)
     finished = session.foreground.run(command)
-    session.raise_for_status(finished, engine.ranks, label=function.__name__)
+    session.raise_for_status(finished, ranks, label=function.__name__)
     values = session.rank_values(finished.outcomes)
-    return [values[rank] for rank in engine.ranks]
+    return [values[rank] for rank in ranks]
 
 
 class _ForwardSpec:
@@ -77,6 +80,9 @@ class ModuleClient:
         )
         self._forward_specs: dict[Any, _ForwardSpec] = {}
         self.mutated_buffers: tuple[int, ...] = ()  # indices of buffers that forwards have changed
+        self.unchecked: tuple[str, ...] = tuple(
+            description["unchecked"]
+        )  # modules whose cut layers are not compared yet
         self._first_forward_ids = itertools.count(1)
         self.graph_token_spec = engine.specs.intern((0,), torch.float32, None)
         outputs = [*self.specs, self.graph_token_spec]
@@ -196,10 +202,12 @@ class ModuleClient:
             inputs_with_grad,
             None if inputs_with_grad is None else trainable_indices,
             self.mutated_buffers,
+            self.unchecked,
             dispatch.new_seed(),
         )
         descriptions = call_on_ranks(self.engine, modules.module_first, *call_options, *call_args)
         forward_spec = _ForwardSpec(descriptions, self.engine)
+        self.unchecked = tuple(name for name in self.unchecked if name not in descriptions[0]["checked"])
         if not forward_spec.uses_rng:
             torch.set_rng_state(rng_state)
         self.mutated_buffers = tuple(

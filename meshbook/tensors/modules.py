@@ -7,6 +7,7 @@ Its parameters are here as RemoteTensors of the same storage, so any optimizer o
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +21,15 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.previews import expressions
 from meshbook.rank.tensors import building, modes, resident_module
-from meshbook.tensors import dispatch
+from meshbook.rank.tensors.strategies import NAMES, PRECISIONS, Plan, batch_axis, plan_named, precision_error
+from meshbook.tensors import dispatch, planning
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.module_client import ModuleClient, call_on_ranks, refuse_foreign_autocast
+from meshbook.tensors.module_plan import ModulePlan
 
 Placements = Sequence[Any] | Mapping[str, Any] | Callable[[str, torch.Tensor], Any] | None
-
-_PRECISIONS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Modules whose Python runs here
@@ -127,6 +127,8 @@ def distribute_module(
     strategy: Any = "fsdp",
     precision: str | None = None,
     axis: str | None = None,
+    sample: Any = None,
+    memory: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RemoteModule:
     """Build a module on the ranks, distributed over an axis. Blocks until it is built.
@@ -134,41 +136,72 @@ def distribute_module(
     Args:
         source: a function that makes it (called on the ranks; nothing of it is made here), with the random numbers that
             torch's generator here would have given; or a module, whose values are retained.
-        strategy: "fsdp", "ddp", "replicate", or a function of (module, DeviceMesh) that is called on every rank.
+        strategy: a name of `strategies.NAMES`, a Plan, or a function of (module, DeviceMesh), called on every rank.
         precision: "bf16" computes in bfloat16, with parameters and gradients unchanged; None: as the parameters are.
         axis: the axis that shards batches (dim 0); required where the mesh has several and none is called "dp".
+        sample: what the module is called with; plans are compared for it.
+        memory: bytes that a rank may use; None: what is free.
         options: of the strategy's class in torch.
 
     Raises:
         CellError: building it failed on ranks, with their traceback.
-        UsageError: no such strategy, precision or option.
+        UsageError: no such strategy, precision or option; or no plan fits.
     """
-    if strategy == "auto":
-        raise NotImplementedError(
-            'strategy="auto" is not there yet; choose one: "fsdp" when parameters and optimizer do not fit one device, '
-            '"ddp" when they do, or a function of (module, mesh) for tensor parallelism'
-        )
-    if not callable(strategy) and strategy not in building.STRATEGIES:
-        known = "; ".join(f'"{name}": {text}' for name, text in building.STRATEGIES.items())
-        raise UsageError(f"there is no strategy {strategy!r}; known: {known}; or a function of (module, mesh)")
-    if precision not in _PRECISIONS:
+    if precision not in PRECISIONS:
+        raise UsageError(precision_error(precision))
+    if strategy != "auto":
+        strategy, precision = _strategy_of(strategy, mesh, precision, axis)
+        building.check_options(strategy, options or {}, precision)
+    elif sample is None or axis is not None or options:
         raise UsageError(
-            f"there is no precision {precision!r}; known: bf16, fp32 (fp16 would need its gradients scaled)"
+            'strategy="auto" compares plans for sample=, a batch as the module will be called with, and chooses axes '
+            "and options itself; leave those out, or name a strategy"
         )
-    options = dict(options or {})
-    building.check_options(strategy, options, precision)
-    axis = _batch_axis(mesh) if axis is None else axis
-    mesh.size(axis)
+    if memory is not None and sample is None:
+        raise UsageError("memory= is what plans are compared with, and they are compared for a sample=")
     engine = engine_of(mesh)
     if mesh.ranks != engine.session.axes.ranks:  # type: ignore[union-attr]
         raise UsageError("a module is spread over a whole mesh; this is a part of one")
-    session, ranks = mesh.session, engine.ranks
+    if strategy == "auto":
+        compared = planning.compare_plans(source, mesh, engine, sample, precision, None, memory)
+        model: RemoteModule = planning.choose_and_build(
+            compared, mesh, sample, lambda plan: _build(source, mesh, engine, plan, precision, None, {})
+        )
+    else:
+        given = strategy if isinstance(strategy, Plan) else None
+        if given is not None:
+            given = dataclasses.replace(given, precision=precision)
+        if sample is not None:
+            compared = planning.compare_plans(source, mesh, engine, sample, precision, given, memory)
+        model = _build(source, mesh, engine, given or strategy, precision, axis, dict(options or {}))
+    if sample is not None:
+        model.plan.estimates, model.plan.free_bytes = compared.estimates, compared.free_bytes
+    return model
+
+
+def _build(
+    source: Any,
+    mesh: Mesh,
+    engine: TensorEngine,
+    strategy: Any,
+    precision: str | None,
+    axis: str | None,
+    options: Mapping[str, Any],
+) -> RemoteModule:
+    """Build a module on the ranks by a Plan, "replicate" or a function."""
+    if isinstance(strategy, Plan):
+        batch_axes, text = strategy.batch_axes, strategy.describe(mesh.axes)
+    else:
+        batch_axes = (batch_axis(mesh.axes) if axis is None else axis,)
+        name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
+        text = f"{name} over {batch_axes[0]}={mesh.size(batch_axes[0])}"
+    session, ranks = engine.session, engine.ranks
     key = secrets.token_hex(6)
     mesh_handle = handles.RemoteValue(session, expressions.Expression(expressions.NameRef("mesh")), ranks)
-    dtype = _PRECISIONS[precision]
+    dtype, rng_state = PRECISIONS[precision], torch.get_rng_state()
     command = session.call_command(
         resident_module.build_resident,
-        (key, source, strategy, dtype, mesh_handle, axis, torch.get_rng_state(), options, modes.non_default_modes()),
+        (key, source, strategy, dtype, mesh_handle, batch_axes, rng_state, options, modes.non_default_modes()),
         {},
         ranks,
         always_retain=True,
@@ -181,16 +214,50 @@ def distribute_module(
     description = call_on_ranks(engine, resident_module.ResidentModule.describe, resident)[0]
     if not isinstance(source, nn.Module):
         torch.set_rng_state(description["numbers"])  # as if the module had been made here
-    name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
-    return RemoteModule(engine, key, resident, description, f"{name} over {axis}={mesh.size(axis)}", precision)
+    blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
+    cut = description["cut"]
+    plan = ModulePlan(
+        f"{text}{blocks}{f', {precision}' if precision else ''}",
+        strategy if isinstance(strategy, Plan) else None,
+        dict(mesh.axes),
+        description["device"],
+        {
+            name: (description["tensors"][index][0], description["tensors"][index][3])
+            for name, index, is_parameter in description["names"]
+            if is_parameter
+        },
+        description["block_names"],
+        {} if cut is None else cut.styles,
+        {} if cut is None else cut.heads,
+        {} if cut is None else cut.whole,
+        None if cut is None else cut.source,
+    )
+    return RemoteModule(engine, key, resident, description, plan)
 
 
-def _batch_axis(mesh: Mesh) -> str:
-    if len(mesh.axes) == 1:
-        return next(iter(mesh.axes))
-    if "dp" in mesh.axes:
-        return "dp"
-    raise UsageError(f"this mesh has the axes {', '.join(mesh.axes)}; say over which batches are cut with axis=…")
+def _strategy_of(strategy: Any, mesh: Mesh, precision: str | None, axis: str | None) -> tuple[Any, str | None]:
+    """Return the Plan that a strategy is, or "replicate", or the function; and the precision.
+
+    Raises:
+        UsageError: there is no such strategy or precision, or it does not fit the mesh.
+    """
+    if axis is not None:
+        mesh.size(axis)
+    if isinstance(strategy, str) and strategy in NAMES and strategy != "replicate":
+        strategy = plan_named(strategy, mesh.axes, axis)
+    elif isinstance(strategy, Plan) and axis is not None:
+        raise UsageError(f"{strategy} has the axes; leave axis={axis!r} out")
+    if isinstance(strategy, Plan):
+        strategy.check_axes(mesh.axes)
+        if precision is not None and strategy.precision not in (None, precision):
+            raise UsageError(f"{strategy} and precision={precision!r} differ; say it once")
+        return strategy, precision or strategy.precision
+    if not callable(strategy) and strategy != "replicate":
+        known = "; ".join(f'"{name}": {text}' for name, text in NAMES.items())
+        raise UsageError(
+            f"there is no strategy {strategy!r}; known: {known}; or a meshbook.Plan; or a function of (module, mesh)"
+        )
+    return strategy, precision
 
 
 class RemoteModule(nn.Module):
@@ -200,7 +267,7 @@ class RemoteModule(nn.Module):
     computed by every rank alike. Results and gradients equal those of one process with the complete batch.
 
     Attributes:
-        plan: how it is distributed, as text.
+        plan: how it is distributed, and with `sample=` what other plans would cost: a ModulePlan.
     """
 
     def __init__(
@@ -209,12 +276,10 @@ class RemoteModule(nn.Module):
         key: str,
         resident: Any,
         description: Mapping[str, Any],
-        plan: str,
-        precision: str | None,
+        plan: ModulePlan,
     ) -> None:
         super().__init__()
-        blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
-        self.plan = f"{plan}{blocks}{f', {precision}' if precision else ''}"
+        self.plan = plan
         # One plain object holds what nn.Module would otherwise register as a submodule or show in its dict.
         self._client = ModuleClient(engine, key, resident, description)
         client = self._client
@@ -259,7 +324,7 @@ class RemoteModule(nn.Module):
         )
 
     def __repr__(self) -> str:
-        return f"RemoteModule({self.plan})\n{self._client.text}"
+        return f"RemoteModule({self.plan.text})\n{self._client.text}"
 
     def __reduce__(self) -> Any:
         raise UsageError("this module lives on the ranks; save model.state_dict(full=True)")

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from meshbook.rank.tensors import operators
+from meshbook.rank.tensors import attention, operators
 from meshbook.tensors import values
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.dispatch import (
     MAX_INLINE_OPERAND_BYTES,
     Override,
     call_rank_function,
+    dispatch,
     dispatch_without_override,
     upload,
     wrap_handle,
@@ -218,6 +219,30 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """Have each rank choose the kernel: torch has chosen that of a CPU here."""
+    filled: Any = (*args, *(0.0, False)[len(args) - 3 :])
+    query, key, value, dropout, is_causal = filled
+    _check_no_dropout(func, dropout)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    return dispatch(attention.forward, (query, key, value, mask, is_causal, scale, needs_grad), None)
+
+
+def _attention_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    *tensors, dropout, is_causal = args
+    _check_no_dropout(func, dropout)
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    return dispatch(attention.backward, (*tensors, mask, is_causal, scale), None)
+
+
+def _check_no_dropout(func: Any, dropout: float) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"{func._opname} has no dropout; F.scaled_dot_product_attention(..., dropout_p={dropout}) has"
+        )
+
+
 def _median(func: Any, args: Any, kwargs: Any) -> Any:
     """Make expanded tensors contiguous first.
 
@@ -374,6 +399,8 @@ OVERRIDES: dict[Any, Override] = {
     aten._fused_adagrad_.tensor_lr: _refuse_fused,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.median.dim: _median,
     aten.nanmedian.dim: _median,
     aten.nonzero.default: _refuse_data_dependent(_RUN_ON_RANKS_HINT),

@@ -119,6 +119,23 @@ class RemoteTensor(MeshTensor):
 
     # ---- torch's own names
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Like torch's, for dtypes and memory formats. The data stays on the ranks' devices, whatever device is named.
+
+        "meta" gives a tensor without data.
+        """
+        is_first = bool(args) and isinstance(args[0], (str, int, torch.device))
+        device = args[0] if is_first else kwargs.get("device")
+        if device is None or (not isinstance(device, int) and torch.device(device).type == "meta"):
+            return super().to(*args, **kwargs)
+        kwargs.pop("device", None)
+        # Of another device torch would make a context in this process.
+        return super().to("cpu", *args[is_first:], **kwargs)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return itself: the data is on the ranks' devices."""
+        return self
+
     def requires_grad_(self, requires_grad: bool = True) -> RemoteTensor:
         """Like torch's. A leaf's gradient is redistributed to the leaf's placements once, as soon as it exists.
 

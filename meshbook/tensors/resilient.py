@@ -165,13 +165,12 @@ class Resilient:
                 print(f"resilient: begins anew; the run that was interrupted at step {known.reached} is dropped")
             self._run = self._runs[self._engine.axes] = _Run(structure)
         self._run.is_active = True
-        self._engine.may_hold = False  # ranks that lower a step at different times after a fault do not meet again
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         run, self._run = self._run, None
         assert run is not None  # entered
-        run.is_active, self._engine.may_hold = False, True
+        run.is_active = False
         if error is None:
             self._engine.wait()  # a step that the ranks have not run is not done
             snapshot_ops.forget(self._engine)

@@ -123,6 +123,8 @@ class StepTrace:
         self.num_recordings = 0
         self.can_merge = can_merge
         self.num_ops = len(arities)
+        self._num_calls = self._first_call = 0  # of its recordings; the first since the ranks last began anew
+        self._num_disturbances = 0  # then
         self._engine, self._call_sites, self._arities = engine, call_sites, arities
         self._key = ""
         self._finalizer: Callable[[], Any] = lambda: None
@@ -179,7 +181,12 @@ class StepTrace:
             ids: the result of `ids_of`.
         """
         assert self.recording is not None
-        return [self.recording, *self._input_ids(ids), *self.result_ids(ids), *self._floats_of(stream)]
+        num_disturbances = self._engine.sender.num_disturbances
+        if num_disturbances != self._num_disturbances:
+            self._num_disturbances, self._first_call = num_disturbances, self._num_calls
+        calls = float(self._first_call), float(self._num_calls)
+        self._num_calls += 1
+        return [self.recording, *self._input_ids(ids), *self.result_ids(ids), *calls, *self._floats_of(stream)]
 
     # ---- recording on the ranks
 
@@ -194,6 +201,7 @@ class StepTrace:
             return False
         self.evict()
         self.num_recordings += 1
+        self._first_call = self._num_calls
         self._live_names = sorted(alive | set(self._live_names))
         self.result_ids = _make_picker(self._live_names)
         index_of_name = {name: at for at, name in enumerate([*self._inputs, *self._created])}
@@ -221,7 +229,7 @@ class StepTrace:
                 pickle.dumps(recorded, 5),
                 self._key,
                 *[TENSOR] * len(self._inputs),
-                *[FLOAT] * slot,
+                *[FLOAT] * (2 + slot),  # see `replay`
             ),
             kwargs={},
             outputs=(-1,) * len(self._live_names),

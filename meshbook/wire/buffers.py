@@ -38,7 +38,6 @@ from types import TracebackType
 from meshbook.clock import Clock, SystemClock
 from meshbook.errors import TransferError
 from meshbook.wire.memory_files import (
-    HUGE_PAGE_BYTES,
     MAP_NORESERVE,
     MAP_PRIVATE,
     MAP_SHARED,
@@ -57,16 +56,14 @@ from meshbook.wire.segments import (
     SegmentReaders,
     _cannot_open_message,
     format_mib,
+    group_by_segment,
     open_segment,
+    round_up_capacity,
     use_number,
 )
 
 ALIGN_BYTES = 64  # alignment of every buffer: a cache line, and the alignment of torch and numpy
 
-# Buffers of at least this size get a segment each, so that each is freed separately. Smaller ones share: a model of a
-# thousand small parameters must not use a thousand file descriptors on both sides.
-OWN_SEGMENT_BYTES = 8 << 20
-PACKED_SEGMENT_BYTES = 64 << 20  # the most that one small live buffer can hold back
 MAX_FREE_BYTES = 512 << 20
 MAX_FREE_SEGMENTS = 64  # a file descriptor each, of the usual 1,024 of a process
 
@@ -158,7 +155,7 @@ class SegmentPool:
         written: list[SharedBuffer | None] = [None] * len(views)
         names: list[str] = []
         try:
-            for group in _group_by_segment([view.nbytes for view in views]):
+            for group in group_by_segment([view.nbytes for view in views]):
                 end = PAGE_BYTES
                 pieces = []
                 for index in group:
@@ -178,6 +175,35 @@ class SegmentPool:
                 return [InlineBuffer(bytes(view)) for view in views]
             raise
         return [shared for shared in written if shared is not None]
+
+    def allocate(self, sizes: Sequence[int], readers: int | Collection[int] = 1) -> list[SharedBuffer]:
+        """Return buffers as `write` does, of these sizes, whose bytes the caller writes into their files.
+
+        Raises:
+            TransferError: there are no memory files here, or the pool is closed.
+            OSError: no descriptors are left. Nothing is retained in either case.
+        """
+        if not self.is_available:
+            raise TransferError("there are no memory files on this machine")
+        found: dict[int, SharedBuffer] = {}
+        names: list[str] = []
+        try:
+            for group in group_by_segment(sizes):
+                offsets, end = [], PAGE_BYTES
+                for index in group:
+                    offsets.append(end)
+                    end = round_up(end + sizes[index], ALIGN_BYTES)
+                segment = self._acquire(end, SegmentReaders.of(readers))
+                names.append(segment.use_name)
+                segment.fill([(PAGE_BYTES, memoryview(b""))])
+                segment.written_bytes = max(segment.written_bytes, end)
+                for index, offset in zip(group, offsets, strict=True):
+                    found[index] = SharedBuffer(os.getpid(), segment.fd, offset, sizes[index], segment.use_name)
+        except BaseException:
+            for name in names:
+                self._discard(name)
+            raise
+        return [found[index] for index in range(len(sizes))]
 
     def receive_buffer(self, nbytes: int) -> ReceiveBuffer | None:
         """Return memory that others write into and this process keeps, with its pages allocated; None if unavailable.
@@ -266,7 +292,7 @@ class SegmentPool:
                 segment = self._free.pop(min(fitting, key=lambda name: self._free[name].capacity))
             else:
                 self._num_created += 1
-                segment = Segment.create(f"{self._name_prefix}-{self._num_created}", _round_up_capacity(min_bytes))
+                segment = Segment.create(f"{self._name_prefix}-{self._num_created}", round_up_capacity(min_bytes))
             segment.num_uses += 1
             if readers is None:
                 self._receiving[segment.use_name] = segment
@@ -465,30 +491,6 @@ def _close_all(segments: Iterable[Segment]) -> None:
     """Close segments. Call without the lock: freeing a gigabyte takes a while."""
     for segment in segments:
         segment.close()
-
-
-def _group_by_segment(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of buffers that share a segment: a large one by itself, small ones together."""
-    packed: list[int] = []
-    packed_bytes = 0
-    for index, nbytes in enumerate(sizes):
-        if nbytes >= OWN_SEGMENT_BYTES:
-            yield [index]
-            continue
-        if packed and packed_bytes + nbytes > PACKED_SEGMENT_BYTES:
-            yield packed
-            packed, packed_bytes = [], 0
-        packed.append(index)
-        packed_bytes += nbytes
-    if packed:
-        yield packed
-
-
-def _round_up_capacity(min_bytes: int) -> int:
-    """Return a size at most a quarter larger, so that slightly larger values can reuse it. Unused bytes are free."""
-    step = max(PAGE_BYTES, 1 << max(0, min_bytes.bit_length() - 3))
-    rounded = round_up(min_bytes, step)
-    return round_up(rounded, HUGE_PAGE_BYTES) if rounded >= HUGE_PAGE_BYTES else rounded
 
 
 def _no_memory_message(needed_bytes: int, pool: SegmentPool) -> str:

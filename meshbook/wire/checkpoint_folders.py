@@ -227,10 +227,14 @@ def _is_dead(folder: Path) -> bool:
 def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Path:
     """Make a folder with all its files a checkpoint, by one rename. Blocks until it is on the disk; returns its path.
 
+    Done again after it was interrupted, or had ended, it comes to the same.
+
     Raises:
         CheckpointError: a file is not as reported, or there is a checkpoint of this step; nothing was committed.
     """
     path = folder.parent
+    if not folder.exists() and (committed := _find_committed(path, manifest)) is not None:
+        return committed
     check_sizes(CheckpointEntry(folder, manifest))
     try:
         _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -240,6 +244,13 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
     except OSError as error:
         raise CheckpointError(f"{folder} could not be committed: {error}") from error
     return final
+
+
+def _find_committed(path: Path, manifest: CheckpointManifest) -> Path | None:
+    """Return the checkpoint with exactly this manifest, if there is one."""
+    if manifest.step is not None:
+        _finish_replacement(path, folder_name(manifest.step))
+    return next((entry.folder for entry in list_checkpoints(path) if entry.manifest == manifest), None)
 
 
 def _rename(folder: Path, path: Path, step: int | None, *, overwrite: bool) -> Path:

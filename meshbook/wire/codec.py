@@ -1,8 +1,9 @@
 """Encode messages as frames, and decode them. No sockets.
 
 A message is two frames: the protocol version, then msgpack. The version is a frame of its own, so that a peer of any
-version can tell that it cannot read the rest. Decoding is strict: a role's decoder accepts only the messages that the
-role may receive; anything else raises `ProtocolError`. No input crashes the decoder, and it never unpickles.
+version can tell that it cannot read the rest; a zero byte and a header may follow it (`wire/link.py`). Decoding is
+strict: a role's decoder accepts only the messages that the role may receive; anything else raises `ProtocolError`. No
+input crashes the decoder, and it never unpickles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import messages
 
-PROTOCOL = b"meshbook/4"
+PROTOCOL = b"meshbook/9"
 
 # The largest message that a socket accepts; zmq closes the connection beyond it. Large data goes through shared memory;
 # inline data (another machine, macOS) has to fit.
@@ -67,8 +68,7 @@ class Decoder(Generic[M]):
             VersionMismatch: the peer uses another protocol version; the text says which end to upgrade.
             ProtocolError: the frames are not a message that this role accepts.
         """
-        if not frames or frames[0] != PROTOCOL:
-            raise VersionMismatch(describe_version_mismatch(frames[0] if frames else b""))
+        check_version(frames)
         if len(frames) != 2:
             raise ProtocolError(f"a message has 2 frames, and {len(frames)} came")
         if len(frames[1]) > self._max_bytes:
@@ -83,12 +83,18 @@ class Decoder(Generic[M]):
         return message
 
 
+def check_version(frames: Sequence[bytes]) -> None:
+    """Raise VersionMismatch if the frames are not a message of our protocol version."""
+    if not frames or frames[0].partition(b"\0")[0] != PROTOCOL:
+        raise VersionMismatch(describe_version_mismatch(frames[0] if frames else b""))
+
+
 def describe_version_mismatch(first_frame: bytes) -> str:
     """Return the error message for a peer whose first frame is not our version."""
     ours = PROTOCOL.decode()
     if not first_frame.startswith(b"meshbook/"):
         return f"the peer does not speak Meshbook's protocol ({ours}); is this a Meshbook socket?"
-    theirs = first_frame[:32].decode("ascii", "replace")
+    theirs = first_frame.partition(b"\0")[0][:32].decode("ascii", "replace")
     number = theirs.partition("/")[2]
     if number.isdecimal() and int(number) > int(ours.partition("/")[2]):
         return f"the peer speaks {theirs} and this process {ours}: upgrade Meshbook here (pip install -U meshbook)"

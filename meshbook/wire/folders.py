@@ -217,20 +217,28 @@ def is_stale(folder: Path) -> bool:
     owner = read_owner(folder)
     if owner is None or processes.is_running(owner) or processes.is_on_other_host(owner):
         return False
+    return not is_locked(folder, if_unknown=True)
+
+
+def is_locked(folder: Path, *, if_unknown: bool = False) -> bool:
+    """Whether a process has locked the folder, which may be a standby of the one that it is marked as.
+
+    Args:
+        if_unknown: the answer if the folder cannot be opened.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return if_unknown
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     except OSError:  # a file system without locks
-        return True
-    else:
-        return True
+        return False
     finally:
         os.close(fd)
+    return False
 
 
 def remove_folder(folder: Path) -> None:

@@ -14,17 +14,24 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from meshbook import clock
 from meshbook.errors import MeshNameError, NotAttached, StartError
 from meshbook.wire import processes
 from meshbook.wire.folders import check_name as check_name
 from meshbook.wire.folders import claim_folder as claim_folder
+from meshbook.wire.folders import is_locked as is_locked
 from meshbook.wire.folders import lock_folder as lock_folder
 from meshbook.wire.folders import remove_folder as remove_folder
 from meshbook.wire.folders import remove_if_stale as remove_if_stale
 from meshbook.wire.folders import remove_stale_folders as remove_stale_folders
 from meshbook.wire.folders import runtime_folder as runtime_folder
 from meshbook.wire.folders import write_atomically
+from meshbook.wire.folders import write_marker as write_marker
 from meshbook.wire.processes import ProcessIdentity
+
+# Seconds within which a standby takes over: it does in a small part of one, unless the machine is overloaded.
+TAKEOVER_TIMEOUT_S = 10.0
+_TAKEOVER_POLL_S = 0.02
 
 
 class ConnectionInfo(Struct, frozen=True):
@@ -38,7 +45,7 @@ class ConnectionInfo(Struct, frozen=True):
     protocol: str
     owner: str | None = None  # the notebook or script that started it: a restarted kernel finds its mesh by this
     server_key: str | None = None  # CURVE, for tcp
-    has_ranks: bool = False  # False: a standby supervisor that warms up and has no mesh yet
+    has_ranks: bool = False  # False: a supervisor that warms up and has no mesh yet
 
     @property
     def pid(self) -> int:
@@ -49,6 +56,11 @@ class ConnectionInfo(Struct, frozen=True):
     def is_alive(self) -> bool:
         """Whether its supervisor's process runs on this machine."""
         return processes.is_running(self.process)
+
+
+def client_identity(client: str, channel: str) -> bytes:
+    """Return the zmq identity of a client's socket; channel: "send" or "receive"."""
+    return f"{client}/{channel}".encode()
 
 
 def new_token() -> str:
@@ -87,10 +99,39 @@ def read_connection_file(folder: Path) -> ConnectionInfo | None:
         return None
 
 
+def find_successor(connection: ConnectionInfo) -> tuple[ConnectionInfo | None, bool]:
+    """Return the connection of the standby that has taken the place of a supervisor that has ended.
+
+    Returns:
+        That connection or None, and whether to ask again: a standby lives that may be taking over.
+    """
+    folder = runtime_folder() / connection.name
+    found = read_connection_file(folder)
+    if found is None or found.token != connection.token:
+        return None, False
+    if found.process != connection.process and found.is_alive:
+        return found, False
+    return None, is_locked(folder)
+
+
+def _read_connection(folder: Path) -> ConnectionInfo | None:
+    """Return the content of `mesh.json`; where a standby is taking over, once it has."""
+    connection = read_connection_file(folder)
+    deadline = clock.monotonic() + TAKEOVER_TIMEOUT_S
+    while connection is not None and not connection.is_alive and not processes.is_on_other_host(connection.process):
+        successor, is_pending = find_successor(connection)
+        if successor is not None:
+            return successor
+        if not is_pending or clock.monotonic() > deadline:
+            break
+        clock.sleep(_TAKEOVER_POLL_S)
+    return connection
+
+
 def list_connections() -> list[ConnectionInfo]:
     """Return every mesh of this user that runs on this machine, oldest first; remove the folders of dead ones."""
     remove_stale_folders()
-    found = [read_connection_file(folder) for folder in runtime_folder().iterdir()]
+    found = [_read_connection(folder) for folder in runtime_folder().iterdir()]
     living = [connection for connection in found if connection is not None and connection.is_alive]
     return sorted(living, key=lambda connection: connection.started_at)
 
@@ -104,7 +145,7 @@ def find_connection(name: str | None) -> ConnectionInfo:
     """
     if name is not None:
         folder = runtime_folder() / check_name(name)
-        connection = read_connection_file(folder)
+        connection = _read_connection(folder)
         if connection is not None and not connection.is_alive:
             where = f"(pid {connection.pid} on {connection.process.host})"
             if not remove_if_stale(folder) and folder.exists():
@@ -117,7 +158,7 @@ def find_connection(name: str | None) -> ConnectionInfo:
                 f"What it left was removed; start a new one with %mesh start --name {name}"
             )
     running = list_connections()
-    if name is None:  # a kernel's standby supervisor is not a mesh to attach to
+    if name is None:  # a kernel's warm supervisor is not a mesh to attach to
         running = [connection for connection in running if connection.has_ranks]
     matching = [connection for connection in running if name in (None, connection.name)]
     if len(matching) == 1:
@@ -143,6 +184,33 @@ def new_curve_keys() -> tuple[bytes, bytes]:
     if not zmq.has("curve"):
         raise StartError("tcp needs CURVE, and this pyzmq was built without it; use ipc, or pip install -U pyzmq")
     return zmq.curve_keypair()
+
+
+def listen_encrypted(socket: zmq.Socket[bytes], key_pair: tuple[bytes, bytes]) -> None:
+    """Make a socket a CURVE server, with a pair of `new_curve_keys`. Before it is bound."""
+    socket.curve_publickey, socket.curve_secretkey = key_pair
+    socket.curve_server = True
+
+
+def bind_encrypted(socket: zmq.Socket[bytes], host: str, key_pair: tuple[bytes, bytes]) -> str:
+    """Have a CURVE server listen on a free port of one address of this machine; return its endpoint.
+
+    Raises:
+        StartError: the address cannot be listened on.
+    """
+    listen_encrypted(socket, key_pair)
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    try:
+        socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+    except zmq.ZMQError as error:
+        raise StartError(f"the address {host} cannot be listened on: {error.strerror}") from error
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def dial_encrypted(socket: zmq.Socket[bytes], server_key: str) -> None:
+    """Have a socket show a new key of its own to a CURVE server with this public key. Before it is connected."""
+    socket.curve_serverkey = server_key.encode()
+    socket.curve_publickey, socket.curve_secretkey = new_curve_keys()
 
 
 def configure_socket(socket: zmq.Socket[bytes], *, max_message_bytes: int) -> None:

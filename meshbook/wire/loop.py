@@ -14,13 +14,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 from meshbook.clock import Clock, SystemClock
 
 log = logging.getLogger("meshbook.loop")
+
+T = TypeVar("T")
 
 # Messages read from one socket before the others get their turn.
 _MAX_MESSAGES_PER_TURN = 64
@@ -29,6 +31,14 @@ _MAX_MESSAGES_PER_TURN = 64
 # nothing else. A descriptor that user code has closed is unwatched at its first failure.
 _MAX_FD_FAILURES = 10
 
+
+# A timer that is later than this many seconds is so because this process stood still: it was stopped, the machine is
+# overloaded, or user code kept the GIL. What has arrived meanwhile, which zmq's own thread may still have to read, is
+# handled before it: else ranks would be killed, or reported missing, whose answers are there. So long is waited for it,
+# in milliseconds, and so many turns are taken at most.
+_STOOD_STILL_S = 0.5
+_CATCH_UP_MS = 100
+_CATCH_UP_TURNS = 20
 
 # As plain numbers: pyzmq's flags are enums, and each `|` and `&` of one costs as much as the system call beside it.
 _SNDMORE, _NOBLOCK, _POLLIN = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN)
@@ -59,6 +69,10 @@ class Loop:
 
     KeyboardInterrupt and SystemExit end the loop on the main thread; on any other thread they are handled like other
     errors, because there they would end only the thread, silently.
+
+    A supervisor's loop is a `ReplicatedLoop`, which a second process follows. What handlers do is written for both:
+    with `logged=True` an event is handled in the second process too; what a handler takes from outside besides its
+    event goes through `observe`, and what it does to the outside through `act`. Here these are plain calls.
     """
 
     def __init__(self, clock: Clock | None = None, *, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -70,7 +84,9 @@ class Loop:
         self._sequence = itertools.count()
         self._stopped = False
 
-    def watch_socket(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+    def watch_socket(
+        self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None], *, logged: bool = True
+    ) -> None:
         """Call `on_frames` with each message that arrives."""
 
         def drain() -> None:
@@ -86,7 +102,7 @@ class Loop:
         self._handlers[socket] = drain
         self._poller.register(socket, zmq.POLLIN)
 
-    def watch_fd(self, fd: int, on_readable: Callable[[], None]) -> None:
+    def watch_fd(self, fd: int, on_readable: Callable[[], None], *, logged: bool = False) -> None:
         failures = 0
 
         def handle() -> None:
@@ -126,10 +142,21 @@ class Loop:
         if self._handlers.pop(source, None) is not None:
             self._poller.unregister(source)
 
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], None], *, logged: bool = True) -> Timer:
         timer = Timer(self.clock.monotonic() + delay_s, callback)
         heapq.heappush(self._timers, (timer.deadline, next(self._sequence), timer))
         return timer
+
+    def observe(self, look: Callable[[], T]) -> T:
+        """Return what a look at the outside shows. It can be pickled."""
+        return look()
+
+    def act(self, action: Callable[[], object], *, logged: bool = True) -> None:
+        """Do something to the outside. logged: it follows from logged events alone."""
+        action()
+
+    def diverge(self) -> None:
+        """Announce something that only this process can do or know."""
 
     def stop(self) -> None:
         self._stopped = True
@@ -140,16 +167,26 @@ class Loop:
 
     def run_once(self, max_wait_s: float | None = None) -> None:
         """Wait at most `max_wait_s` seconds for the next events, and handle them all."""
-        for source, _ in self._poller.poll(self._poll_timeout_ms(max_wait_s)):
-            handler = self._handlers.get(source)
-            if handler is not None:
-                self._call_guarded(handler)
+        self._handle_arrived(self._poll_timeout_ms(max_wait_s))
         now = self.clock.monotonic()
+        if self._handlers and self._timers and now - self._timers[0][0] > _STOOD_STILL_S:
+            for _ in range(_CATCH_UP_TURNS):
+                if not self._handle_arrived(_CATCH_UP_MS):
+                    break
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             callback, timer.callback = timer.callback, None
             if callback is not None:
                 self._call_guarded(callback)
+
+    def _handle_arrived(self, timeout_ms: int | None) -> bool:
+        """Handle what has arrived, or arrives in this time; return whether there was anything."""
+        ready = self._poller.poll(timeout_ms)
+        for source, _ in ready:
+            handler = self._handlers.get(source)
+            if handler is not None:
+                self._call_guarded(handler)
+        return bool(ready)
 
     def _poll_timeout_ms(self, max_wait_s: float | None) -> int | None:
         while self._timers and self._timers[0][2].callback is None:

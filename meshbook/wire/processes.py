@@ -6,6 +6,7 @@ Wall clocks are not compared: psutil's `create_time` moves with every step of th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import psutil
 from msgspec import Struct
+
+# Among the flags of /proc/<pid>/stat.
+_PF_EXITING = 0x4
 
 
 class ProcessIdentity(Struct, frozen=True):
@@ -22,6 +26,11 @@ class ProcessIdentity(Struct, frozen=True):
     started_ticks: int  # of the system's clock since boot, field 22 of /proc/<pid>/stat
     boot_id: str  # "" where the system has none
     host: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether there was such a process when it was identified, perhaps a zombie."""
+        return self.started_ticks >= 0
 
 
 def identify(pid: int) -> ProcessIdentity:
@@ -36,6 +45,32 @@ def is_running(process: ProcessIdentity) -> bool:
         return False
     found = _read_state_and_start(process.pid)
     return found is not None and found[1] == process.started_ticks and found[0] not in ("Z", "X")
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has ended or is about to: one that is killed closes its sockets before it is a zombie."""
+    if not os.path.exists("/proc/self/stat"):
+        return not is_running(identify(pid))
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+
+
+def forks_of(pid: int) -> list[int]:
+    """Return the children of a process that run the same command: a supervisor's standby is one."""
+    try:
+        command = psutil.Process(pid).cmdline()
+        children = psutil.Process(pid).children()
+    except psutil.Error:
+        return []
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if child.cmdline() == command:
+                found.append(child.pid)
+    return found
 
 
 def is_on_other_host(process: ProcessIdentity) -> bool:

@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import os
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshbook.errors import TransferError
@@ -14,6 +14,7 @@ from meshbook.wire.memory_files import (
     HUGE_PAGE_BYTES,
     MADV_COLLAPSE,
     MAP_SHARED,
+    PAGE_BYTES,
     PROT_READ,
     PROT_WRITE,
     MappedFile,
@@ -26,6 +27,11 @@ from meshbook.wire.messages import SharedBuffer
 
 # At the start of every segment: the number of its uses. The buffers begin a page later.
 USE_COUNT = struct.Struct("<Q")
+
+# Buffers of at least this size get a segment each, so that each is freed separately. Smaller ones share: a model of a
+# thousand small parameters must not use a thousand file descriptors on both sides.
+OWN_SEGMENT_BYTES = 8 << 20
+PACKED_SEGMENT_BYTES = 64 << 20  # the most that one small live buffer can hold back
 
 
 def open_segment(buffer: SharedBuffer, mode: int, length: int) -> int:
@@ -179,6 +185,30 @@ class Segment:
             if self.can_be_huge:
                 self.huge_bytes = length
         return self.can_be_huge
+
+
+def group_by_segment(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of buffers that share a segment: a large one by itself, small ones together."""
+    packed: list[int] = []
+    packed_bytes = 0
+    for index, nbytes in enumerate(sizes):
+        if nbytes >= OWN_SEGMENT_BYTES:
+            yield [index]
+            continue
+        if packed and packed_bytes + nbytes > PACKED_SEGMENT_BYTES:
+            yield packed
+            packed, packed_bytes = [], 0
+        packed.append(index)
+        packed_bytes += nbytes
+    if packed:
+        yield packed
+
+
+def round_up_capacity(min_bytes: int) -> int:
+    """Return a size at most a quarter larger, so that slightly larger values can reuse it. Unused bytes are free."""
+    step = max(PAGE_BYTES, 1 << max(0, min_bytes.bit_length() - 3))
+    rounded = round_up(min_bytes, step)
+    return round_up(rounded, HUGE_PAGE_BYTES) if rounded >= HUGE_PAGE_BYTES else rounded
 
 
 def file_name(use_name: str) -> str:

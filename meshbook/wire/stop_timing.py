@@ -13,6 +13,8 @@ supervisor, to the hosts of the call's ranks. Times count from there.
 | SIGINT_REPEATS_S| host       | both signals again                          | was between two calls             |
 | WAIT_SLICE_S    | rank       | leaves the wait in C++ and gets the SIGINT  | waits in a collective             |
 | ABORT_AFTER_S   | host       | has the service thread abort the groups     | still waits in a collective       |
+| + DEVICE_STUCK_S| rank       | aborts groups on NCCL, whose oldest         | waits for the device, behind a    |
+|                 |            | collective has not ended for so long        | collective                        |
 | COMMAND_GRACE_S | rank       | SIGKILL to a command that ignores SIGINT    | runs `!command`                   |
 | STUCK_AFTER_S   | host       | reports the ranks that have not returned,   | none: C code, or code that        |
 |                 |            | and why; the cell ends without them         | catches KeyboardInterrupt         |
@@ -26,11 +28,13 @@ INTERRUPT_DEBOUNCE_S count as one.
 | --------------- | ---------- | ------------------------------------------- | --------------------------------- |
 | 0               | host       | as at the first, and aborts the groups      |                                   |
 | KILL_AFTER_S    | host       | SIGKILL                                     | has not returned                  |
+| KILL_STARVED_...| host       | SIGKILL                                     | has not returned, and waited for  |
+|                 |            |                                             | a processor nearly all the time   |
 | GIVE_UP_AFTER_S | controller | ends the cell without the rank              | none: it waits for a disk, driver |
 
-Other waits for ranks: the survivors of a lost rank have ABANDON_AFTER_S, and a collective that failed because a peer
-exited waits REASON_TIMEOUT_S for the supervisor's message with the cause. This module knows no processes and no
-messages.
+Other waits for ranks: the survivors of a lost rank have ABANDON_AFTER_S. A collective that failed because a peer exited
+waits for the supervisor's message with the cause; after ASK_REASON_AFTER_S it asks whether there will be one. This
+module knows no processes and no messages.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ SECOND_INTERRUPT_S: Final = 5.0
 # The signal is sent again: one that arrives while a rank reads the command from its socket has no effect.
 SIGINT_REPEATS_S: Final = (0.05, 0.2, 0.4)
 # A rank ignores a SIGINT this soon after one that became a KeyboardInterrupt for the same Stop: it would end the user's
-# `finally:` and `except KeyboardInterrupt:` instead of the work. Longer than the last of SIGINT_REPEATS_S.
+# `finally:` and `except KeyboardInterrupt:` instead of the work. Longer than the last of SIGINT_REPEATS_S. A rank
+# counts only the time in which it had a processor or slept; a host that comes later to a signal does not send it.
 SIGINT_DEBOUNCE_S: float = 0.5
 # A wait in C++ returns this often so that the interpreter can deliver a signal. Each return without a result costs 30
 # us for the exception (measured), negligible at this length; a person does not notice a tenth of a second.
@@ -52,6 +57,9 @@ WAIT_SLICE_S: Final = 0.1
 # Longer than WAIT_SLICE_S and the user's own clean-up code usually take, and short enough that Stop on a stuck
 # collective is over within a second.
 ABORT_AFTER_S: Final = 0.3
+# A device may have healthy work in its queue, whose collectives take milliseconds. With ABORT_AFTER_S it must be well
+# below STUCK_AFTER_S.
+DEVICE_STUCK_S: Final = 0.5
 # A command has this long to end after Stop's SIGINT.
 COMMAND_GRACE_S: Final = 0.3
 # Longer than all of the above; the guarantee is that within 3 s the cell has ended or names the ranks that do not
@@ -61,9 +69,13 @@ STUCK_AFTER_S: Final = 2.0
 # wait until it has.
 HOLD_COMMANDS_S: Final = STUCK_AFTER_S
 KILL_AFTER_S: Final = 1.0
+# Less than GIVE_UP_AFTER_S.
+KILL_STARVED_AFTER_S: Final = KILL_AFTER_S + 1.5
 GIVE_UP_AFTER_S: Final = KILL_AFTER_S + 2.0
 # The survivors of a lost rank have this long before their call ends without them: the guarantee is 2 s.
 ABANDON_AFTER_S: Final = 1.5
 # When a rank dies or its sockets are shut down, its peers' connections close at once; the supervisor's message with the
-# cause arrives some milliseconds later.
-REASON_TIMEOUT_S: Final = 1.0
+# cause arrives some milliseconds later. If it has not come after this time, the peer asks.
+ASK_REASON_AFTER_S: Final = 1.0
+# Against a supervisor that does not answer at all: it stands still, or has ended and its ranks are about to.
+REASON_TIMEOUT_S: Final = 30.0

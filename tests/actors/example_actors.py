@@ -25,15 +25,18 @@ def send_sigint_when(ready: Callable[[], object], then: Callable[[], object] = l
     else has come about; and when that has ended its wait, do more."""
     main = threading.main_thread().ident or 0
 
-    def comes_about(condition: Callable[[], object]) -> bool:
+    def comes_about(condition: Callable[[], object], num_looks: int = 4000) -> bool:
         tick = threading.Event()
-        return any(condition() or tick.wait(0.005) for _ in range(4000))
+        return any(condition() or tick.wait(0.005) for _ in range(num_looks))
 
     def press() -> None:
-        if comes_about(lambda: main in futures._waiting_threads and ready()):
-            signal.pthread_kill(main, signal.SIGINT)
-            if comes_about(lambda: main not in futures._waiting_threads):
-                then()
+        if not comes_about(lambda: main in futures._waiting_threads and ready()):
+            return
+        wait = futures._waiting_threads.get(main, ())
+        signal.pthread_kill(main, signal.SIGINT)
+        while not comes_about(lambda: futures._waiting_threads.get(main) is not wait, 400):
+            signal.pthread_kill(main, signal.SIGINT)  # the one before came just before the wait began in C
+        then()
 
     thread = threading.Thread(target=press)
     thread.start()

@@ -10,7 +10,6 @@ import logging
 import operator
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -39,10 +38,10 @@ from meshbook.actors.runtime.transport import Transport, local_transport
 from meshbook.actors.state import pull
 from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
+from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 
-WAIT_S = 20
-pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
+WAIT_S = 40
 LARGE_BYTES = 1 << 20
 
 started = threading.Event()
@@ -103,13 +102,13 @@ def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
     tidy = mine.spawn("working", CleanupActor, str(tmp_path / "working"))
     waiting = mine.spawn("waiting", AsyncCleanupActor, str(tmp_path / "waiting"))
     spinning = mine.spawn("spinning", CleanupActor, str(tmp_path / "spinning"))
-    for _ in range(500):
+    for _ in range(100):
         tidy.add.broadcast()
     open_call, stuck = waiting.forever.call(), spinning.spin.call()
     mine.stop().get(30)
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said == {
-        f"{name}.{rank}": f"{500 if name == 'working' else 0}, None"
+        f"{name}.{rank}": f"{100 if name == 'working' else 0}, None"
         for name in ("idle", "working", "waiting", "spinning")
         for rank in (0, 1)
     }
@@ -153,13 +152,17 @@ def _spins() -> bool:
     return False
 
 
-def _until_it_spins() -> None:
+def _until(condition: Callable[[], bool]) -> None:
     tick = threading.Event()
-    for _ in range(2000):
-        if _spins():
+    for _ in range(4000):
+        if condition():
             return
         tick.wait(0.01)
-    raise AssertionError("it does not run")
+    raise AssertionError("it did not come about")
+
+
+def _until_it_spins() -> None:
+    _until(_spins)
 
 
 def test_an_interrupted_call_ends_and_the_others_go_on() -> None:
@@ -194,19 +197,28 @@ class Endless(Actor):
 
 
 INTERRUPTED_AS_IT_WAITED = """
-    import sys, threading
+    import sys, threading, time
     from meshbook.actors.runtime import futures
     from meshbook.actors.runtime.interrupts import Interruptible
 
-    code, waited = Interruptible(None), []
+    tries, waited = [], []
+    code = Interruptible(lambda delay, again: tries.append(again))
     futures.raise_in_waiter = lambda thread, error: waited.append(error) is None  # it hears of it there
+
+    def interrupt():
+        code.interrupt("it")
+        while tries:  # the main thread was still in `start`
+            time.sleep(0.001)
+            tries.pop()()
+
+    other = threading.Thread(target=interrupt)
     with code.section("it"):
-        other = threading.Thread(target=code.interrupt, args=("it",))
-        other.start()
         try:
-            other.join(20)
+            other.start()
+            other.join(40)
         except KeyboardInterrupt:
             pass
+    other.join(40)
     sys.settrace(lambda *event: None)
     print(*map(repr, waited))
 """
@@ -214,7 +226,7 @@ INTERRUPTED_AS_IT_WAITED = """
 
 def test_a_process_in_which_something_was_interrupted_can_be_debugged() -> None:
     program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED_AS_IT_WAITED)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert done.stdout == "KeyboardInterrupt()\n", done.stderr
 
 
@@ -472,7 +484,7 @@ def test_state_is_read_when_the_actor_is_there() -> None:
     broken.stop().get(WAIT_S)
 
 
-def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[MeshFailure] = []
     reported = threading.Event()
     monkeypatch.setattr(
@@ -481,9 +493,11 @@ def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.Mon
     procs: Any = this_host().spawn_procs({"gpus": 1}, name="headless")
     counters = procs.spawn("headless counters", Counter)
     assert counters.add.call_one().get(WAIT_S) == 1
-    os.kill(procs._backend.mesh().session.connection.connection_info.pid, signal.SIGKILL)
+    kill_supervisor(procs._backend.mesh().session.connection.connection_info.pid)  # and its standby
     assert reported.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
+    (address,) = counters._ref.addresses  # its process may be known to be gone before its supervisor is
+    _until(lambda: local_transport().exit_reasons.has_mesh_ended(address))
     with pytest.raises(
         SupervisionError, match=r"has ended with its mesh: its supervisor \(pid \d+\) has ended; create"
     ):

@@ -15,11 +15,14 @@ import pytest
 
 from meshbook.actors import unhandled_faults
 from meshbook.actors.procs import ProcMesh, this_host
+from meshbook.actors.runtime import exit_reasons
 from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
+from meshbook.actors.runtime.transport import local_transport
 from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActor
+from tests.standstill import stopped
 
-WAIT_S = 20
+WAIT_S = 40
 
 
 @pytest.fixture
@@ -78,6 +81,46 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
     assert "SIGKILL" in str(unhandled[0])
 
 
+def test_callers_and_owners_hear_how_a_process_has_ended_however_late_its_supervisor_says_so(
+    doomed: ProcMesh, unhandled: list[MeshFailure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (exit_reasons, lives):
+        monkeypatch.setattr(module, "ASK_REASON_AFTER_S", 0.0)
+        monkeypatch.setattr(module, "REASON_TIMEOUT_S", 1e6)
+    reasons, asked = local_transport().exit_reasons, threading.Semaphore(0)
+    ask: Any = reasons.ask
+
+    def note_and_ask(pid: int, then: Any) -> None:
+        ask(pid, then)
+        asked.release()
+
+    monkeypatch.setattr(reasons, "ask", note_and_ask)
+    counters = doomed.spawn("counters", Counter)
+    pids = _pids(counters)
+    waiting = counters.sleep.call(60)
+    errors: list[BaseException | None] = []
+    caller = threading.Thread(target=lambda: errors.append(waiting.exception(WAIT_S)))
+    with stopped(doomed._backend.mesh().session.info.supervisor_pid):  # type: ignore[attr-defined]
+        caller.start()
+        for pid in pids:  # all of them: nobody has to end the call on the others
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(2):  # the caller, and the owner of the mesh
+            assert asked.acquire(timeout=WAIT_S)
+        assert (errors, unhandled) == ([], [])
+    caller.join(WAIT_S)
+    assert "was killed by SIGKILL" in str(errors[0])
+    _until(lambda: unhandled)
+    assert "was killed by SIGKILL" in str(unhandled[0])
+
+
+def test_a_caller_whose_connection_breaks_while_the_process_runs_waits_for_no_reason(
+    doomed: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_reasons, "REASON_TIMEOUT_S", 1e6)
+    (address, *_) = doomed.spawn("counters", Counter)._ref.addresses
+    assert local_transport().exit_reasons.describe(address, wait=True).endswith(") has ended")
+
+
 def _has_called(callers: Any) -> bool:
     running = callers.slice(gpus=0)._apply_concurrently(_running).get(WAIT_S)
     return "call_lost" in running.get(0)
@@ -97,6 +140,7 @@ def test_the_owner_is_told_and_what_it_handles_goes_no_further(
     (report,) = boss.news.call_one().get(WAIT_S)
     assert "rank 1 of 'staff' is lost" in report
     assert unhandled == []
+    boss.stop().get(WAIT_S)
 
 
 def test_what_an_owner_does_not_handle_goes_to_its_owner(
@@ -108,6 +152,7 @@ def test_what_an_owner_does_not_handle_goes_to_its_owner(
     assert unhandled[0].mesh_name == "staff"
     assert unhandled[0].ranks == (0,)
     assert boss.news.call_one().get(WAIT_S)  # it was asked first, and lives
+    boss.stop().get(WAIT_S)
 
 
 def test_a_failed_broadcast_is_heard_by_the_owner(procs: ProcMesh, unhandled: list[MeshFailure]) -> None:
@@ -132,20 +177,26 @@ def test_stopped_processes_are_no_failure(unhandled: list[MeshFailure]) -> None:
 
 
 SCRIPT = """
-    import os, sys, time
+    import sys, threading, time
     from meshbook.actors import procs
-    from meshbook.actors.runtime import faults
+    from meshbook.actors.runtime import futures
     from tests.actors.example_actors import Counter
 
     started = procs.this_host().spawn_procs({"gpus": 2})
     counters = started.spawn("counters", Counter)
     counters.add.call().get(20)
-    counters.die.broadcast(1)
+
+    def kill_beside() -> None:
+        while "elsewhere" in sys.argv and threading.main_thread().ident not in futures._waiting_threads:
+            time.sleep(0.01)
+        counters.die.broadcast(1)
+
+    threading.Thread(target=kill_beside).start()
     try:
         if "elsewhere" in sys.argv:
-            counters.slice(gpus=0).sleep.call(60).get(30)
+            counters.slice(gpus=0).sleep.call(60).get(40)
         else:
-            time.sleep(30)
+            time.sleep(40)
     except BaseException as error:
         print("stopped by", type(error).__name__, error)
     print("rank 0 says", counters.slice(gpus=0).add.call_one().get(20) if "elsewhere" not in sys.argv else "")
@@ -156,7 +207,7 @@ SCRIPT = """
 @pytest.mark.parametrize(("where", "by"), [("elsewhere", "SupervisionError rank 1"), ("asleep", "KeyboardInterrupt")])
 def test_by_default_a_failure_that_nobody_handles_stops_what_runs(where: str, by: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), where], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), where], capture_output=True, text=True, timeout=110, check=False
     )
     assert f"stopped by {by}" in done.stdout, done
     assert done.returncode == 0

@@ -26,8 +26,7 @@ from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
 
-WAIT_S = 20
-pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
+WAIT_S = 40
 
 
 @pytest.fixture
@@ -38,6 +37,9 @@ def alive() -> Iterator[lives.ActorRegistry]:
 
 
 def _kept(alive: lives.ActorRegistry) -> tuple[int, int, int]:
+    heard = threading.Event()  # what the reading thread is at, and what it has been given to do
+    local_transport().reactor.call_soon(heard.set)
+    assert heard.wait(WAIT_S)
     return len(alive.owned), len(alive.actors), len(local_transport().replies)
 
 

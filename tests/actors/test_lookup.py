@@ -20,8 +20,7 @@ from meshbook.actors.runtime.faults import MeshFailure
 from meshbook.errors import MeshNameError
 from tests.actors.example_actors import Counter
 
-WAIT_S = 20
-pytestmark = pytest.mark.timeout(60)
+WAIT_S = 40
 
 # A class of its own, as a notebook's cell defines one, and actors on all ranks and on one.
 PROGRAM = """
@@ -48,7 +47,7 @@ PROGRAM = """
 @pytest.fixture
 def left() -> Iterator[Any]:
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     mesh = meshbook.attach("left")
     try:
@@ -96,6 +95,6 @@ def test_actors_whose_owner_lives_are_found_and_stay_its_own(left: Any) -> None:
     """
     mesh = counter._ref.procs_ref.mesh
     command = [sys.executable, "-c", textwrap.dedent(program), mesh]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "5 0\n", done.stderr
     procs.stop().get(30)

@@ -15,10 +15,10 @@ import torch
 from meshbook import actor
 from meshbook.actor import Actor, ActorError, ActorMesh, ProcMesh, ValueMesh, current_rank, endpoint, pull, this_host
 from meshbook.actors import cells, listing, lookup, redefine
+from meshbook.actors.procs import list_actors
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 
-TIMEOUT_S = 30.0
-pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
+TIMEOUT_S = 40.0
 
 
 class Trainer(Actor):
@@ -105,12 +105,15 @@ def test_what_is_not_there_and_what_differs_is_said(trainers: ActorMesh) -> None
 # The table
 
 
-def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(procs: ProcMesh, trainers: ActorMesh) -> None:
+def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(
+    procs: ProcMesh, trainers: ActorMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = trainers.slice(gpus=1).wait.call_one()
     behind = [trainers.slice(gpus=1).learn.call_one() for _ in range(3)]
     with pytest.raises(ActorError):
         trainers.slice(gpus=0)._apply(_fail).get(TIMEOUT_S)
     trainers.slice(gpus=1)._apply_concurrently(_until_it_waits).get(TIMEOUT_S)
+    monkeypatch.setattr(listing, "list_actors", lambda procs, **_: list_actors(procs, timeout=TIMEOUT_S))
     shown = str(listing.all_actors())
     trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
     waiting.get(TIMEOUT_S)
@@ -221,7 +224,10 @@ def cell(source: str, names: dict[str, Any]) -> None:
     exec(source, names)
 
 
-def test_running_the_cell_again_gives_live_actors_the_new_methods_and_says_so(procs: ProcMesh) -> None:
+def test_running_the_cell_again_gives_live_actors_the_new_methods_and_says_so(
+    procs: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redefine, "_WAIT_S", TIMEOUT_S)
     names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint}
     cell(FIRST, names)
     counters = procs.spawn("counters", names["Counter"])
@@ -243,7 +249,10 @@ def test_running_the_cell_again_gives_live_actors_the_new_methods_and_says_so(pr
     counters.stop().get(TIMEOUT_S)
 
 
-def test_messages_sent_before_run_the_old_methods_and_later_ones_the_new(procs: ProcMesh) -> None:
+def test_messages_sent_before_run_the_old_methods_and_later_ones_the_new(
+    procs: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redefine, "_WAIT_S", 0.1)
     names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint}
     cell("import threading\n" + FIRST + "    @endpoint\n    def block(self):\n        self.go_on.wait(30)\n", names)
     counters = procs.slice(gpus=0).spawn("busy", names["Counter"])

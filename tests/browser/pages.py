@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 # Seconds that a page is given to show what it is to show. All but the first page take far less on a quiet machine.
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 # Seconds that a server is given to end its kernels and then itself.
-END_S = 30.0
+END_S = 60.0
 
 # What a newcomer is asked and told first, and limits that a loaded machine does not keep.
 _LAB_SETTINGS: dict[str, dict[str, Any]] = {
@@ -161,11 +161,15 @@ class Lab:
 
     @contextmanager
     def notebook(self, kernel: str) -> Iterator[LabNotebook]:
-        """A new notebook, open and its kernel ready. At the end the page is closed; the kernel goes with the server."""
+        """A new notebook, open and its kernel ready. At the end the page is closed; the kernel goes with the server.
+
+        It has a workspace of its own: else a page that is reloaded shows the notebooks of others as well.
+        """
         document = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": kernel, "display_name": kernel}})  # type: ignore[no-untyped-call]
-        name = f"{kernel}-{secrets.token_hex(4)}.ipynb"
-        nbformat.write(document, self.folder / name)  # type: ignore[no-untyped-call]
-        with _page(self.browser, f"{self.address}/lab/tree/{name}?reset&token={self.token}") as page:
+        name = f"{kernel}-{secrets.token_hex(4)}"
+        nbformat.write(document, self.folder / f"{name}.ipynb")  # type: ignore[no-untyped-call]
+        address = f"{self.address}/lab/workspaces/{name}/tree/{name}.ipynb?token={self.token}"
+        with _page(self.browser, address) as page:
             page.wait_for_selector(".jp-NotebookPanel .jp-Notebook")
             page.evaluate(LAB_READY)
             yield LabNotebook(page)

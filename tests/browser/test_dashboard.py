@@ -68,6 +68,27 @@ def test_in_lab_it_lives_and_answers_while_a_cell_hangs_also_after_a_reload(note
     page.evaluate(LAB_READY)
 
 
+def test_debug_stops_a_cell_that_runs_and_replay_is_there_after_a_recorded_failure(notebook: LabNotebook) -> None:
+    shown = notebook.run("%%controller\nmesh.dashboard()").output
+    debug, replay = (shown.locator(".mbd-actions").get_by_role("button", name=name) for name in ("Debug", "Replay"))
+    expect(chips(shown)).to_have_text("2 idle")
+    expect(debug).to_be_hidden()
+    expect(replay).to_be_hidden()
+    running = notebook.start("import time\ndone = False\nwhile not done: time.sleep(0.01)")
+    debug.click()
+    expect(shown.locator(".mbd-told")).to_contain_text("ranks 0-1 stop in the debugger, with its prompt below cell")
+    for prompt, command in (("(ranks 0-1 · h lists the commands)", "done = True"), ("(ranks 0-1)", "c")):
+        box = running.output.filter(has_text=prompt).locator(".jp-Stdin-input")
+        box.fill(command)
+        box.press("Enter")
+    expect(running.prompt).to_have_text(ENDED)
+    expect(debug).to_be_hidden()
+    failed = notebook.start("%%mesh --record\n1 / (1 - rank)")
+    expect(failed.error).to_contain_text("ZeroDivisionError")
+    replay.click()
+    expect(shown.locator(".mbd-told")).to_contain_text(re.compile("meshbook replay .*failures/f1 --rank 1"))
+
+
 def test_in_an_ordinary_kernel_its_buttons_are_answered_while_a_cell_runs(jupyterlab: Lab, gate: Path) -> None:
     with jupyterlab.notebook("python3") as notebook:
         notebook.run("%load_ext meshbook\n%mesh start -n 2")
@@ -167,7 +188,7 @@ def board(browser: Browser, server: DashboardServer) -> Iterator[Page]:
 def fetch(address: str, host: str | None = None) -> int:
     request = urllib.request.Request(address, headers={"Host": host} if host else {})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -12,18 +12,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 import meshbook.actor
 from meshbook.controller.healed import Healed
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, HealError, MeshbookError, RankLost
+from meshbook.wire import processes
 from tests.campaign import checks, work
 from tests.campaign.checks import Problem
 from tests.campaign.draws import WORLD_SIZE, Draw
 from tests.campaign.faults import FAULTS
 from tests.campaign.kernels import run_kernel_case
 from tests.campaign.report import Result
-from tests.campaign.scene import Scene
+from tests.campaign.scene import Scene, fork_server_of
 from tests.campaign.surroundings import Surroundings
 from tests.campaign.work import WORKS
 from tests.random_faults.harness import ProgramHung, WrongResult, deadline, end_supervisor, stacks
@@ -142,6 +145,8 @@ class Case:
         self.mesh = scene.mesh
         self.is_mesh_over = False
         self.own_pids: frozenset[int] = frozenset()
+        self._own_servers: set[int] = set()  # fork servers
+        self._own_supervisor: set[int] = set()
         self._before: checks.Remains
         self._exits: dict[int, Any] = {}
         self._exit_times: list[float] = []
@@ -162,7 +167,8 @@ class Case:
             expected_lost = self._expected_lost()
         run = self.scene.surroundings.run
         self._before = checks.look_round(run)
-        self.own_pids = self._mesh_pids()
+        self.own_pids, self._own_servers = self._mesh_pids(), self._fork_servers()
+        self._own_supervisor = {self.mesh.session.info.supervisor_pid}
         with deadline(lambda: self.mesh, HANG_S):
             error = self._work_with_fault()
         if self._fault_error is not None:
@@ -175,8 +181,12 @@ class Case:
             return
         new = {info.pid for info in self.mesh.status().ranks if info.rank in self._exits and info.pid}
         gone = {exited.pid for exited in self._exits.values()}
-        if self.fault.lost == "ranks":
+        new |= self._fork_servers() - self._own_servers
+        gone |= {pid for pid in self._own_servers if not processes.is_running(processes.identify(pid))}
+        if self.fault.lost == "host":
             new, gone = self._mesh_pids() - self.own_pids, self.own_pids - self._mesh_pids()
+        elif self.fault.name == "supervisor killed":
+            new, gone = {self.mesh.session.info.supervisor_pid}, self._own_supervisor
         self.result.problems += checks.check_leaks(run, self._before, new, gone)
 
     def _expected_lost(self) -> tuple[int, ...]:
@@ -185,23 +195,30 @@ class Case:
                 return (self.draw.victim,)
             case "host":
                 return self.scene.host_ranks()[1]
-            case "ranks" | "mesh":
+            case "mesh":
                 return self.mesh.ranks
         return ()
 
     def _mesh_pids(self) -> frozenset[int]:
         """The supervisor, the ranks, and what has started them."""
-        import psutil
-
         info = self.mesh.status()
         pids = {info.supervisor_pid}
         with suppress(psutil.Error):
             pids |= {child.pid for child in psutil.Process(info.supervisor_pid).children(recursive=True)}
-        for rank in info.ranks:
-            if rank.pid is not None and rank.state != "dead":
-                with suppress(psutil.Error):
-                    pids |= {rank.pid, psutil.Process(rank.pid).ppid()}
-        return frozenset(pids)
+        return frozenset(pids | self._rank_pids() | self._fork_servers())
+
+    def _rank_pids(self) -> set[int]:
+        ranks = self.mesh.status().ranks
+        return {rank.pid for rank in ranks if rank.pid is not None and rank.state != "dead"}
+
+    def _fork_servers(self) -> set[int]:
+        """The fork servers that living ranks were forked from."""
+        found = set[int]()
+        for pid in self._rank_pids():
+            with suppress(psutil.Error):
+                if (server := fork_server_of(pid)) is not None:
+                    found.add(server)
+        return found
 
     # ---- the fault
 
@@ -286,10 +303,6 @@ class Case:
         if set(self.mesh.session.lost) != wanted:
             raise WrongResult(f"ranks {sorted(wanted)} were to be lost, and {self.mesh.session.lost} are")
         self.result.problems += checks.check_exit(self.draw, self._exits)
-        if self.fault.lost == "host":
-            self._expect_refused(self.mesh.heal, "host")
-            self.is_mesh_over, self.result.outcome = True, "host lost, and said so"
-            return
         healed = self._heal() if wanted else None
         self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
         self._verify()

@@ -11,21 +11,27 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from meshbook.wire.process_control import kill_supervisor
+from meshbook.wire.processes import forks_of
 from tests.campaign.scene import Scene
 from tests.campaign.surroundings import memory_group
+from tests.connections import cut
 from tests.leaks import SHARED_MEMORY
+from tests.random_faults.harness import WrongResult
 
 # Seconds that a full file system, or a limit, stays.
 SHORTAGE_S = 0.4
 FROZEN_S = (0.1, 4.0)
 NUM_INTERRUPTS = 50
+# Seconds in which a standby must have taken over: it takes tens of milliseconds on a machine that does nothing else.
+TAKEOVER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,8 @@ class Fault:
     Attributes:
         do: carries it out; returns when it is over. Raises nothing of its own accord.
         weight: how often it comes in a deck of faults.
-        lost: whose processes end: nobody's, the victim's, "perhaps" the victim's, its host's, every rank's, or those of
-            the whole mesh.
+        lost: whose processes end: no rank's, the victim's, "perhaps" the victim's, its host's, or those of the whole
+            mesh.
         said: words of which the error that tells of it has at least one.
         signal: that ended the victim, as `RankLost.signal` names it.
         takes: what it takes from works for a while: a work that needs it may fail, and must then say so with `said`.
@@ -47,7 +53,7 @@ class Fault:
     name: str
     do: Callable[[Scene], None]
     weight: int
-    lost: Literal["", "victim", "perhaps", "host", "ranks", "mesh"] = ""
+    lost: Literal["", "victim", "perhaps", "host", "mesh"] = ""
     said: tuple[str, ...] = ()
     signal: str | None = None
     takes: str = ""
@@ -77,6 +83,11 @@ def exit_status(seed: int) -> int:
     return seed % 4
 
 
+def _preempt(scene: Scene) -> None:
+    """Nothing was asked for in this case (`mesh.on_preemption`): the rank leaves in order, whatever it does."""
+    os.kill(scene.pid(scene.victim), signal.SIGTERM)
+
+
 def _run_out_of_memory(scene: Scene) -> None:
     """End the victim by the system, in a memory cgroup of its own, or where there is none at a limit."""
     process = psutil.Process(scene.pid(scene.victim))
@@ -91,11 +102,28 @@ def _kill_host(scene: Scene) -> None:
 
 
 def _kill_fork_server(scene: Scene) -> None:
-    os.kill(scene.fork_server_pid(), signal.SIGKILL)
+    if (server := scene.fork_server_pid()) is not None:
+        os.kill(server, signal.SIGKILL)
 
 
 def _kill_supervisor(scene: Scene) -> None:
-    os.kill(scene.mesh.session.info.supervisor_pid, signal.SIGKILL)
+    former = scene.mesh.session.info.supervisor_pid
+    os.kill(former, signal.SIGKILL)
+    deadline = time.monotonic() + TAKEOVER_S
+    while scene.mesh.session.info.supervisor_pid == former:
+        if time.monotonic() > deadline:
+            raise WrongResult(f"no standby has taken over within {TAKEOVER_S:g} s")
+        time.sleep(0.005)
+
+
+def _kill_standby(scene: Scene) -> None:
+    for pid in forks_of(scene.mesh.session.info.supervisor_pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_supervisor_and_standby(scene: Scene) -> None:
+    kill_supervisor(scene.mesh.session.info.supervisor_pid)
 
 
 # ---- processes that stand still
@@ -127,7 +155,11 @@ def _cut_gloo(scene: Scene) -> None:
 
 
 def _cut_zmq(scene: Scene) -> None:
-    scene.tell(scene.victim, f"cut-zmq {scene.rng.choice(('work', 'service'))}")
+    name = scene.rng.choice(("work", "service", "store", "control"))
+    if name == "control":
+        cut("control.sock")  # of the client, which is this process
+    else:
+        scene.tell(scene.victim, f"cut-zmq {name}")
     time.sleep(scene.rng.uniform(0.0, 0.3))
 
 
@@ -199,21 +231,24 @@ _NO_MEMORY = (
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", _kill, 3, "victim", ("SIGKILL",), "SIGKILL"),
+        Fault("kill", _kill, 2, "victim", ("SIGKILL",), "SIGKILL"),
+        Fault("preempted", _preempt, 1, "victim", ("SIGTERM",)),
         Fault("segfault", _segfault, 2, "victim", ("SIGSEGV",), "SIGSEGV"),
         Fault("os._exit", _exit, 2, "victim", ("exited with status",)),
         Fault("out of memory", _run_out_of_memory, 2, "victim", ("memory",), "SIGKILL"),
-        Fault("freeze", _freeze, 3),
+        Fault("freeze", _freeze, 2),
         Fault("no new memory", _limit_memory, 1, "perhaps", _NO_MEMORY, takes="memory"),
         Fault("full /dev/shm", _fill_shared_memory, 2, said=_NO_SPACE, takes="shared memory"),
         Fault("full disk", _fill_disk, 2, said=_NO_SPACE, takes="disk"),
         Fault("lost gloo connections", _cut_gloo, 2, said=_BROKEN, takes="connections"),
         Fault("lost zmq connection", _cut_zmq, 2),
-        Fault("interrupt storm", _interrupt_often, 3, stops=True),
+        Fault("interrupt storm", _interrupt_often, 2, stops=True),
         Fault("kernel restart", _restart_kernel, 2, mesh="kernel"),
         Fault("host killed", _kill_host, 1, "host", ("host",), mesh="hosts"),
         Fault("machine cut off", _cut_machine_off, 1, mesh="hosts"),
-        Fault("supervisor killed", _kill_supervisor, 1, "mesh", ("supervisor",)),
-        Fault("fork server killed", _kill_fork_server, 1, "ranks", ("fork server",)),
+        Fault("supervisor killed", _kill_supervisor, 1),
+        Fault("standby killed", _kill_standby, 1),
+        Fault("supervisor and standby killed", _kill_supervisor_and_standby, 1, "mesh", ("supervisor",)),
+        Fault("fork server killed", _kill_fork_server, 1),
     )
 }

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.campaign import arithmetic
+from tests.connections import cut
 
 ROWS_PER_RANK = 2
 LEARNING_RATE = 0.05
@@ -257,12 +258,8 @@ def _cut_tcp(argument: str) -> None:
 
 
 def _cut_zmq(argument: str) -> None:
-    """Shut down this process's connections to its host's sockets of that name, "work" or "service"."""
-    for connection in _sockets():
-        if connection.family == socket.AF_UNIX and _is_connected(connection):
-            peer = connection.getpeername()
-            if isinstance(peer, str) and peer.endswith(f"-{argument}.sock"):
-                connection.shutdown(socket.SHUT_RDWR)
+    """Shut down this process's connections to the sockets of that name: "work", "service" or "store"."""
+    cut(f"{argument}.sock")
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -55,9 +55,9 @@ class Scene:
             raise WrongResult(f"the mesh does not know the process of rank {rank}")
         return pid
 
-    def fork_server_pid(self) -> int:
-        """Of the victim's host: the parent of its ranks."""
-        return psutil.Process(self.pid(self.victim)).ppid()
+    def fork_server_pid(self) -> int | None:
+        """The fork server that the victim was forked from; None if it was killed before."""
+        return fork_server_of(self.pid(self.victim))
 
     def host_ranks(self) -> tuple[int, tuple[int, ...]]:
         """The process of the victim's host, on a mesh with several, and its ranks."""
@@ -68,7 +68,7 @@ class Scene:
         supervisor = psutil.Process(self.mesh.session.info.supervisor_pid)
         for child in supervisor.children():
             command = child.cmdline()
-            if "meshbook.host.main" in command and command[-2] == str(index):
+            if "meshbook.host.main" in command and command[-3] == str(index):
                 return child.pid, found
         raise WrongResult(f"there is no process of host {index} below the supervisor")
 
@@ -97,3 +97,9 @@ class Scene:
         """Have the work end by itself."""
         (self.folder / "over").touch()
         self.over.set()
+
+
+def fork_server_of(pid: int) -> int | None:
+    """Return the fork server that a rank's process was forked from; None if there is none any more."""
+    parent = psutil.Process(pid).parent()
+    return parent.pid if parent is not None and "meshbook.rank.forkserver" in parent.cmdline() else None

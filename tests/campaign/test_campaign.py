@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
 
+import psutil
 import pytest
 
 from tests.campaign import arithmetic, checks
@@ -122,6 +124,12 @@ def test_a_process_that_is_new_or_has_gone_is_a_leak_unless_it_was_to() -> None:
     assert checks._leaks(before, before, (), ()) == []
     assert checks._leaks(before, before, (), {2}) == ["process 2 was to end: rank"]
     assert checks._leaks(after, before, (), ())[:2] == ["process 3 is new: rank", "process 2 has ended: rank"]
+
+
+def test_a_process_that_ends_as_it_is_looked_at_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not checks._comes_and_goes(os.getpid())
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda process: [])  # its memory is gone, and it is no zombie yet
+    assert checks._comes_and_goes(os.getpid())
 
 
 def test_the_report_counts_problems_by_kind_and_says_how_to_repeat_each() -> None:

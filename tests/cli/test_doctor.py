@@ -112,8 +112,8 @@ def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.Temp
     folder.chmod(0o700)
     # Left first: who is attached when a supervisor dies removes what it leaves.
     program = (
-        "import meshbook, os; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
-        "os.kill(m.session.info.supervisor_pid, 9)"
+        "import meshbook; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
+        "meshbook.wire.process_control.kill_supervisor(m.session.info.supervisor_pid)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": str(folder)}
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -27,10 +28,10 @@ def mesh(run: object) -> Iterator[Mesh]:
         with create_mesh({"dp": 2}, name="hanging") as mesh:
             source = "if rank == 0:\n    dist.barrier()\nelse:\n    __import__('time').sleep(1000)"
             future = mesh.run(source, wait=False, echo=False)
-            wait_until(lambda: "line 4" in mesh.why().text, 20)
+            wait_until(lambda: "line 4" in mesh.why().text, 60)
             yield mesh
             future.interrupt()
-            future.exception(20)
+            future.exception(60)
     finally:
         del os.environ["MESHBOOK_STALL_S"]
 
@@ -54,16 +55,47 @@ def test_stacks_shows_the_ranks_that_were_chosen(mesh: Mesh) -> None:
     assert (wrong.status, wrong.err) == (1, "meshbook: rank 7 is not in this mesh of 2 ranks (0-1)\n")
 
 
+def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
+    ours, theirs = pty.openpty()
+    shown = ""
+    try:
+        command = [sys.executable, "-m", "meshbook", "debug", "1"]
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as debug:
+
+            def has_shown(text: str) -> bool:
+                nonlocal shown
+                if select.select([ours], [], [], 0.1)[0]:
+                    shown += os.read(ours, 1 << 16).decode()
+                return text in shown
+
+            wait_until(lambda: has_shown("(rank 1 · h lists the commands · 0 not stopped)"), 60, shown)
+            os.write(ours, b"p 40 + rank\n")
+            wait_until(lambda: has_shown("41"), 60, shown)
+            os.write(ours, b"c\n")
+            wait_until(lambda: has_shown("goes on"), 60, shown)
+            assert debug.wait(60) == 0
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "stopped within the cell, line 4" in shown or "-> __import__('time').sleep(1000)" in shown
+
+
+def test_debug_without_a_terminal_says_what_it_needs(mesh: Mesh) -> None:
+    done = meshbook("debug", "hanging", "0-1")
+    assert done.status == 2
+    assert "nobody to type commands here" in done.err
+
+
 def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
     command = [sys.executable, "-m", "meshbook", "top", "--prometheus", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
         try:
-            assert select.select([top.stdout], [], [], 30)[0]
+            assert select.select([top.stdout], [], [], 60)[0]
             name, address = top.stdout.readline().split()
-            page = urllib.request.urlopen(address, timeout=20).read().decode()
+            page = urllib.request.urlopen(address, timeout=60).read().decode()
             top.send_signal(signal.SIGINT)
-            assert top.wait(20) == 130
+            assert top.wait(60) == 130
         finally:
             top.kill()
     assert name == "hanging:"
@@ -76,10 +108,10 @@ def test_the_page_of_a_mesh_ends_with_the_mesh() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
             assert top.stdout is not None
             try:
-                assert select.select([top.stdout], [], [], 30)[0]
+                assert select.select([top.stdout], [], [], 60)[0]
                 assert top.stdout.readline().startswith("short: http://127.0.0.1:")
                 short.stop()
-                assert top.wait(20) == 0
+                assert top.wait(60) == 0
             finally:
                 top.kill()
 

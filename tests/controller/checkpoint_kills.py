@@ -24,6 +24,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CheckpointError, MeshbookError
 from meshbook.wire import checkpoint_folders
+from meshbook.wire.processes import forks_of
 
 RANKS = 2
 STATE = """
@@ -90,7 +91,7 @@ def _pids(mesh: Mesh, victim: str) -> list[int]:
         case "supervisor":
             return [info.supervisor_pid]
         case "everything":
-            return [info.supervisor_pid, *ranks]
+            return [*forks_of(info.supervisor_pid), info.supervisor_pid, *ranks]
     return [ranks[int(victim[-1])]]
 
 

@@ -35,6 +35,7 @@ network = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear
 """
 MODELS = {
     "ddp": DATA + "model = DDP(network, bucket_cap_mb=0.01)\n",
+    "static": DATA + "model = DDP(network, bucket_cap_mb=0.01, static_graph=True, gradient_as_bucket_view=True)\n",
     "fsdp": DATA
     + """
 for layer in network:

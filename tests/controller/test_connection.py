@@ -38,6 +38,7 @@ class Supervisor:
         welcomer = threading.Thread(target=self._welcome)
         welcomer.start()
         self.line = SupervisorConnection(found, kind="script")
+        self.line.listen()
         welcomer.join(30)
 
     def _welcome(self) -> None:
@@ -116,9 +117,57 @@ def test_one_listener_that_fails_does_not_keep_the_news_from_the_next(supervisor
     assert heard.wait(30)
 
 
+def test_why_a_mesh_has_ended_is_known_however_late_its_last_report_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed, find_successor = threading.Event(), keys.find_successor
+
+    def note_and_find(found: keys.ConnectionInfo) -> tuple[keys.ConnectionInfo | None, bool]:
+        noticed.set()
+        return find_successor(found)
+
+    monkeypatch.setattr(keys, "find_successor", note_and_find)
+    monkeypatch.setattr(connections, "_LAST_REPORTS_TIMEOUT_S", 1e6)
+    tmp_path.chmod(0o700)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        supervisor = Supervisor(tmp_path, child.pid)
+        future = supervisor.line.request(messages.QueryStatus(call=supervisor.line.next_call_id()))
+        child.kill()
+        assert noticed.wait(30)
+        with pytest.raises(TimeoutError):  # it waits for the end of the connection
+            future.result(0.2)
+        supervisor.say(messages.MeshStopped(reason="stopped by a notebook"))
+        with pytest.raises(NotAttached, match="stopped by a notebook"):
+            future.result(30)
+        assert not supervisor.line.ended_unexpectedly
+        supervisor.close()
+
+
+@pytest.mark.parametrize("is_closed_before", [False, True])
+def test_a_supervisor_that_was_killed_has_no_last_report_and_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed_before: bool
+) -> None:
+    monkeypatch.setattr(connections, "_LAST_REPORTS_TIMEOUT_S", 1e6)
+    tmp_path.chmod(0o700)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        supervisor = Supervisor(tmp_path, child.pid)
+        future = supervisor.line.request(messages.QueryStatus(call=supervisor.line.next_call_id()))
+        if is_closed_before:
+            supervisor.context.destroy(linger=0)
+        child.kill()
+        child.wait()
+        if not is_closed_before:
+            supervisor.context.destroy(linger=0)
+        with pytest.raises(NotAttached, match=r"its supervisor .* has ended"):
+            future.result(30)
+        assert supervisor.line.ended_unexpectedly
+        supervisor.close()
+
+
 def test_without_pidfds_the_end_of_the_supervisor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
     monkeypatch.setattr(connections, "_LIVENESS_POLL_S", 0.01)
+    monkeypatch.setattr(connections, "_LAST_REPORTS_TIMEOUT_S", 0.0)  # its connection is this test's, and stays
     tmp_path.chmod(0o700)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         supervisor = Supervisor(tmp_path, child.pid)

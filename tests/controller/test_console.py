@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from meshbook.controller.console import Console
+from meshbook.controller.console import Console, find_prompter, prompt_on_terminal
 from meshbook.marimo import page
 from meshbook.wire import messages
 
@@ -26,3 +27,17 @@ def test_a_long_notice_is_wrapped_below_a_marimo_cell_which_would_cut_it(
     assert [len(line) <= 80 for line in rest] == [True, True]
     assert rest[1].startswith("    ")
     assert " ".join(" ".join(rest).split()) == sentence.strip()
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompts"), [(None, True), ("script", True), ("edit", True), ("run", False)]
+)  # of marimo; None: no marimo
+def test_prompts_go_to_whoever_can_type(mode: str | None, prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = None if mode is None else SimpleNamespace(mode=mode)
+    monkeypatch.setattr(page, "running_cell", lambda: cell)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    assert (find_prompter() is not None) == prompts
+    assert (find_prompter() is prompt_on_terminal) == (mode in (None, "script"))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    assert (find_prompter() is not None) == (mode == "edit")

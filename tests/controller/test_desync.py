@@ -304,7 +304,8 @@ WAITS = {
 def test_whatever_ranks_wait_in_is_broken_when_one_has_raised(mesh: Mesh, waits: str) -> None:
     error = failure_of(mesh, f"if rank == 1: raise ValueError('no')\n{WAITS[waits]}")
     assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
-    assert [one.ranks for one in error.released] == [(0, 2)]
+    # of DDP, one may wait in the next collective already
+    assert sorted(rank for one in error.released for rank in one.ranks) == [0, 2]
     works(mesh)
 
 

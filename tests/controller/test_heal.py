@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +17,17 @@ import torch
 
 import meshbook
 from meshbook.actor import Actor, SupervisionError, endpoint
+from meshbook.controller import healing
 from meshbook.controller.healed import Healed
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import CellError, HealError, RankLost
+from meshbook.controller.tables import status_table
+from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost
 from tests.controller.test_run import when
 from tests.gate import Gate
 
 DEADLINE_S = 60.0
+HELD_UP_S = 60.0  # how long ranks wait for each other to connect
 
 
 @pytest.fixture
@@ -70,6 +74,34 @@ def test_a_new_process_takes_the_number_of_the_dead_one_and_the_others_keep_thei
     assert values(trio, "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)") == dict.fromkeys(range(3), 6)
 
 
+def test_a_rank_that_lives_is_replaced_when_it_is_named_and_a_rank_that_is_not_there_is_refused(trio: Mesh) -> None:
+    trio.run("mine = rank * 10", echo=False)
+    before = pids(trio)
+    assert trio.heal(1).ranks == (1,)
+    after = pids(trio)
+    assert [rank for rank in before if before[rank] != after[rank]] == [1]
+    assert values(trio, "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)") == dict.fromkeys(range(3), 6)
+    with pytest.raises(MeshShapeError, match="rank 7"):
+        trio.heal([1, 7])
+    assert pids(trio) == after
+
+
+def test_a_rank_whose_cuda_context_is_dead_is_named_shown_and_replaced(pair: Mesh) -> None:
+    before = pids(pair)
+    with pytest.raises(CellError) as raised:  # the words of CUDA's error are all that is known of it
+        pair.run("if rank: raise RuntimeError('CUDA error: device-side assert triggered')", echo=False)
+    assert "rank 1's CUDA context is dead (device-side assert triggered)" in "".join(raised.value.__notes__)
+    assert pair.status().ranks[1].problem == "its CUDA context is dead (device-side assert triggered)"
+    status = str(status_table(pair.status()))
+    assert "idle, its CUDA context is dead" in status
+    assert "%mesh heal 1 has new processes" in status
+    assert pair.heal().ranks == (1,)
+    after = pids(pair)
+    assert (after[0], after[1] != before[1]) == (before[0], True)
+    assert [rank.problem for rank in pair.status().ranks] == [None, None]
+    assert str(pair.heal()) == "nothing to heal: all 2 ranks are alive"
+
+
 def test_what_it_says_names_the_rank_what_came_from_where_and_what_did_not(trio: Mesh) -> None:
     trio.run("import math\ndef half(x): return x / 2", echo=False)
     trio.run("step = 5\nshare = torch.arange(3) * rank", echo=False)
@@ -110,7 +142,8 @@ def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     pair.run("again += 1", echo=False)
     pair.run("kept = list([rank])", echo=False)
     os.kill(server, signal.SIGKILL)
-    when(lambda: len(pair.session.lost) == 2)
+    assert values(pair, "again") == {0: 2, 1: 2}  # the ranks outlive it
+    kill(pair, 0, 1)
     healed = pair.heal()
     assert healed.missing == {rank: {"kept": "no other rank was left that held it"} for rank in (0, 1)}
     assert "not on ranks 0-1: kept (no other rank was left that held it)" in str(healed)
@@ -459,6 +492,29 @@ def test_a_cell_that_is_sent_while_the_mesh_is_healed_runs_afterwards(trio: Mesh
     assert dict(late.result(DEADLINE_S).values) == {0: 1, 1: 2, 2: 3}
 
 
+# Ranks that end as one of them connects its groups: that has published its address, for which its peers wait in C++.
+END_AS_ONE_CONNECTS = """
+from meshbook.rank.process_groups import store
+def end_after(read):
+    def read_and_end(self, *args):
+        read(self, *args)
+        for pid in {pids}: __import__('os').kill(pid, 9)
+    return read_and_end
+for name in ("get", "multi_get"): setattr(store.MeshStore, name, end_after(getattr(store.MeshStore, name)))
+"""
+
+
+def test_ranks_that_are_lost_while_groups_are_formed_hold_up_nobody(trio: Mesh) -> None:
+    victims = [pids(trio)[2], pids(trio)[1]]
+    trio.run(END_AS_ONE_CONNECTS.format(pids=victims), ranks=[1], echo=False)
+    with pytest.raises(CellError, match="ZeroDivisionError"):  # breaks the groups: they are formed again
+        trio.run("if rank == 0: 1 / 0\ndist.all_reduce(torch.ones(1))", echo=False)
+    when(lambda: trio.session.lost == (1, 2), within_s=DEADLINE_S)
+    assert dict(trio.run("rank", wait=False, echo=False).result(HELD_UP_S / 2).values) == {0: 0}
+    trio.heal()
+    trio.run("dist.all_reduce(torch.ones(1))", echo=False)
+
+
 @pytest.mark.parametrize("victim", [1, 2], ids=["the new rank", "another rank"])
 def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_next_one_succeeds(
     trio: Mesh, stuck_setup: Gate, victim: int
@@ -483,6 +539,45 @@ def test_stop_ends_a_setup_cell_that_never_ends_on_the_new_rank(trio: Mesh, stuc
     healed: Healed = healing.result(DEADLINE_S)
     assert healed.failed == {"the cell": "was stopped, and the cells after it were not replayed"}
     assert values(trio, "step") == {0: 1, 1: 1, 2: 1}
+
+
+def press_stop_when(reached: Callable[[], bool]) -> None:
+    """Press Stop from another thread, as soon as that is so."""
+
+    def press() -> None:
+        when(reached)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+
+
+def test_a_stop_ends_the_waiting_for_a_heal_and_says_that_it_is_done(
+    trio: Mesh, stuck_setup: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "AFTER_STOP_S", DEADLINE_S)  # on a machine that has other work too
+    trio.run("step = 1", echo=False)
+    kill(trio, 1)
+    press_stop_when(lambda: "again" in trio.logs(1))
+    with pytest.raises(CellInterrupted, match=r"^the heal was stopped, and was completed all the same:\nrank 1 is"):
+        trio.heal()
+    assert values(trio, "step") == dict.fromkeys(range(3), 1)
+
+
+def test_a_stop_ends_the_waiting_for_a_heal_that_cannot_be_ended_and_says_that_it_goes_on(
+    trio: Mesh, gate: Gate
+) -> None:
+    says = "os.write(1, b'again')"  # where a Stop that comes right behind it is caught
+    stays = f"def stay():\n    try:\n        {says}\n        {gate.wait}\n    except KeyboardInterrupt:\n        stay()"
+    second_time = f"if os.path.exists({str(gate.path)!r} + '.second'): stay()"
+    trio.run(f"import os\n{stays}\n{second_time}", setup=True, echo=False)
+    gate.path.with_name(gate.path.name + ".second").touch()
+    kill(trio, 1)
+    press_stop_when(lambda: "again" in trio.logs(1))
+    with pytest.raises(CellInterrupted, match=r"^the heal was stopped here, and goes on in the mesh; cells wait"):
+        trio.heal()
+    waiting = trio.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)", wait=False, echo=False)
+    gate.open()
+    assert dict(waiting.result(DEADLINE_S).values) == dict.fromkeys(range(3), 3)
 
 
 def test_a_lost_rank_that_is_asked_for_by_number_is_refused_until_the_mesh_is_healed(pair: Mesh) -> None:
@@ -546,7 +641,11 @@ class Counter(Actor):
         return self.count
 
 
-def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_the_new_process(pair: Mesh) -> None:
+def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_the_new_process(
+    pair: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # by default a failure that is reported before the heal stops what runs then: this test
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", lambda failure: None)
     counters = pair.spawn("counters", Counter)
     assert [value for _, value in counters.add.call().get().items()] == [1, 1]
     kill(pair, 1)
@@ -556,3 +655,21 @@ def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_
         counters.add.call().get()
     anew = pair.spawn("counters_again", Counter)
     assert [value for _, value in anew.add.call().get().items()] == [1, 1]
+
+
+def test_a_heal_is_not_stopped_by_the_failure_of_an_actor_on_the_rank_that_it_replaces(
+    trio: Mesh, stuck_setup: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counters = trio.spawn("counters", Counter)
+    counters.add.call().get()
+    kill(trio, 1)
+    # what stops a cell that nobody has told of the loss
+    reported = threading.Thread(
+        target=lambda: (
+            when(lambda: "no __supervise__ has handled it" in capsys.readouterr().err, within_s=DEADLINE_S),
+            stuck_setup.open(),
+        )
+    )
+    reported.start()
+    assert trio.heal().ranks == (1,)
+    reported.join()

@@ -24,6 +24,7 @@ from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
+from meshbook.wire.process_control import is_stopped
 from tests.controller.test_run import when
 
 # Rank 1 sleeps at line 4, the others wait for it at line 2.
@@ -72,12 +73,13 @@ class Hanging:
         self.future = mesh.session.request(command, on_output=self.said.append)
 
     def __enter__(self) -> Hanging:
-        when(lambda: all(self._mesh.stacks()[rank] for rank in self._mesh.ranks) and "line 4" in self._mesh.why().text)
+        when(lambda: [(found.ranks, found.others) for found in self._mesh.why().findings] == [((1,), (0, 2))])
+        when(lambda: all(self._mesh.stacks()[rank] for rank in self._mesh.ranks))
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self._mesh.session.interrupt(self._mesh.ranks, target=self._call)
-        assert self.future.result(20).outcomes[0].outcome.status == "interrupted"
+        assert self.future.result(60).outcomes[0].outcome.status == "interrupted"
 
 
 # ---- a mesh that hangs
@@ -88,7 +90,7 @@ def test_a_hanging_mesh_says_why_where_and_how_it_is_from_any_thread(mesh: Mesh)
         asked: list[Any] = []
         thread = threading.Thread(target=lambda: asked.append(mesh.why()))
         thread.start()
-        thread.join(20)
+        thread.join(60)
         (why,) = asked
         (found,) = why.findings
         assert (found.kind, found.ranks, found.others, found.line) == ("missing-from-collective", (1,), (0, 2), 4)
@@ -117,7 +119,7 @@ def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh)
     with MeshSubscription(mesh.session, max_updates_per_s=10) as subscription, Hanging(mesh) as hanging:
         picture = snapshot_when(subscription, lambda picture: bool(picture.findings))
         assert picture.findings[0].ranks == (1,)
-        assert picture.ranks[0].waits_in is not None
+        snapshot_when(subscription, lambda picture: picture.ranks[0].waits_in is not None)
         when(lambda: bool(hanging.said))
         (items,) = hanging.said
         assert "cell 7, line 4" in str(items)
@@ -131,6 +133,7 @@ def test_a_rank_that_is_stopped_is_named_and_its_stack_is_still_to_be_had(own_me
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
+            when(lambda: is_stopped(pid))
             why, stacks = own_mesh.why(), own_mesh.stacks()
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -150,10 +153,10 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
         if number == 3:
             os.kill(pid, signal.SIGKILL)
     for thread in asking:
-        thread.join(20)
+        thread.join(60)
     assert len(answers) == 8
     assert all(set(stacks) == {0, 1, 2} for stacks in answers)
-    assert isinstance(future.exception(20), RankLost)
+    assert isinstance(future.exception(60), RankLost)
     assert "killed by SIGKILL" in own_mesh.stacks().text
     assert "killed" in [found.kind for found in own_mesh.why().findings]
 
@@ -194,16 +197,17 @@ def test_several_subscriptions_share_a_connection_and_one_that_fails_or_leaves_i
         with MeshSubscription(mesh.session, max_updates_per_s=5) as second:
             mesh.run("import meshbook\nfor step in range(5): meshbook.log(loss=1 / (step + 1), step=step)", echo=False)
             snapshot_when(second, lambda picture: bool(picture.scalars.points("loss", 2)))
-        snapshot_when(first, lambda picture: "loss" in picture.scalars.names)
+        snapshot_when(first, lambda picture: len(picture.scalars.points("loss", 2)) >= 5)
+        snapshot_when(first, lambda picture: bool(picture.series.points("rss_bytes", 0)))
         count = len(seen)
         snapshot_when(first, lambda picture: len(seen) > count)
     assert [step for step, _, _ in first.snapshot.scalars.points("loss", 2)] == [0, 1, 2, 3, 4]
-    assert first.snapshot.series.points("rss_bytes", 0)
 
 
 def test_the_last_picture_outlives_the_mesh_and_says_why_there_is_no_more() -> None:
     with create_mesh(1, torch=False) as mesh:
         connection = SupervisorConnection(keys.find_connection(mesh.name), kind="cli", observer=True)
+        connection.listen()
         subscription = MeshSubscription(connection, max_updates_per_s=10)
         mesh.stop()
         picture = snapshot_when(subscription, lambda picture: picture.ended is not None)

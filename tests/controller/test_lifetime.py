@@ -200,6 +200,34 @@ def test_a_supervisor_without_ranks_warms_up_and_starts_them_quickly_later() -> 
     assert not (keys.runtime_folder() / "spare").exists()
 
 
+def test_a_supervisor_whose_launcher_is_killed_before_it_attaches_ends() -> None:
+    launch = (
+        "from meshbook.controller.launch import launch_supervisor as launch; print(launch('unwanted').pid, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", f"{launch}; input()"], stdin=-1, stdout=-1, text=True) as launcher:
+        assert launcher.stdout is not None
+        supervisor = psutil.Process(int(launcher.stdout.readline()))
+        assert supervisor.is_running()
+        launcher.kill()
+    when(lambda: not supervisor.is_running())
+    assert not (keys.runtime_folder() / "unwanted").exists()
+
+
+def test_a_supervisor_that_does_not_answer_the_process_that_launched_it_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def open_session(found: keys.ConnectionInfo, **options: object) -> Session:
+        pids.append(found.pid)
+        raise NotAttached("the mesh did not answer within 10 s")
+
+    pids: list[int] = []
+    monkeypatch.setattr("meshbook.controller.starting.open_session", open_session)
+    with pytest.raises(NotAttached, match="did not answer"):
+        create_mesh(1, name="deaf")
+    when(lambda: not psutil.pid_exists(pids[0]))
+    assert not (keys.runtime_folder() / "deaf").exists()
+
+
 def test_an_impossible_runtime_folder_is_told_and_nothing_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshbookError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders, keys
 from tests.controller.elastic_training import CELL, curve, set_up
+from tests.controller.test_checkpoints import HOLD
 from tests.controller.test_run import when
 from tests.gate import Gate
 
@@ -117,13 +119,15 @@ def test_an_elastic_loop_ends_after_a_step_and_goes_on_there_after_the_heal(mesh
     mesh.run(CELL)
     expected = curve(mesh)
     gate = Gate(tmp_path / "gate")
-    set_up(mesh, "ddp", fault=f"if step == 15: print('at work'); exec({gate.wait!r})")
-    mesh.on_preemption(tmp_path / "run1", "model", "opt", "losses", grace_s=60)
+    # steps that take so long that the loop does not end before the ranks have agreed on one
+    slow = f"step >= 15 and not __import__('os').path.exists({str(gate.path)!r})"
+    set_up(mesh, "ddp", fault=f"if {slow}: print('at work'); __import__('time').sleep(0.3)")
+    mesh.on_preemption(tmp_path / "run1", "model", "opt", "losses", grace_s=120)
     cell = begin(mesh, CELL)
     sigterm(mesh, 1)
-    gate.open()
     with pytest.raises(CellError, match=r"rank 1 received SIGTERM; the loop was ended after step \d+"):
         cell.result(60)
+    gate.open()
     assert exit_of(mesh, 1) == "left (SIGTERM)"
     reached = len(mesh.run("losses", ranks=[0], echo=False).values[0])
     mesh.heal()
@@ -228,7 +232,8 @@ def test_sigterm_to_every_process_of_a_job_saves_once_and_leaves_nothing(pair: M
     supervisor = psutil.Process(pair.session.info.supervisor_pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     for process in processes:
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            process.send_signal(signal.SIGTERM)
     assert "x, steps are saved in" in ended(pair)
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 1
     when(lambda: not any(process.is_running() for process in processes))
@@ -253,17 +258,19 @@ def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path
         mesh.on_preemption(tmp_path / "run1", "x")
         supervisor = psutil.Process(mesh.session.info.supervisor_pid)
         hosts = [child for child in supervisor.children() if "meshbook.host.main" in child.cmdline()]
-        (second,) = [host for host in hosts if host.cmdline()[-2] == "1"]
+        (second,) = [host for host in hosts if host.cmdline()[-3] == "1"]
         second.send_signal(signal.SIGTERM)
         assert exit_of(mesh, 1) == "left (SIGTERM)"
         assert checkpoint_folders.find_checkpoint(tmp_path / "run1").manifest.world_size == 2
 
-        def why_not_healed() -> str:  # the supervisor learns of the host's end a moment after the rank's
-            with pytest.raises(HealError) as raised:
-                mesh.heal()
-            return str(raised.value)
+        def is_healed() -> bool:  # the supervisor learns of the host's end a moment after the rank's
+            try:
+                return mesh.heal().ranks == (1,)
+            except HealError:
+                return False
 
-        when(lambda: "ran on host 1, which exited with status 0" in why_not_healed())
+        when(is_healed)  # the host is started again
+        assert mesh.run("rank").values.stack().tolist() == [0, 1]
 
 
 # ---- while something else is under way
@@ -278,19 +285,23 @@ def test_sigterm_while_a_checkpoint_is_saved_leaves_both(pair: Mesh, tmp_path: P
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 2
 
 
-def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(pair: Mesh, tmp_path: Path) -> None:
+def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(
+    pair: Mesh, tmp_path: Path, gate: Gate
+) -> None:
     path = tmp_path / "run1"
-    pair.run("x = torch.ones(1 << 25) * rank")
+    pair.run("x = torch.ones(1 << 20) * rank")
     pair.checkpoint(path, "x", step=1, asynchronous=False)
+    pair.run(f"if rank == 1:\n{textwrap.indent(HOLD.format(wait=gate.wait), '    ')}")  # it writes nothing
     pair.on_preemption(path, "x")
     supervisor = psutil.Process(pair.session.info.supervisor_pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
     sigterm(pair)
-    when(lambda: any(name.startswith(".saving-") for name in os.listdir(path)))
+    when(lambda: any(path.glob(".saving-*/*")))
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     when(lambda: not any(process.is_running() for process in processes))
+    assert [entry.manifest.step for entry in checkpoint_folders.list_checkpoints(path)] == [1]
     with create_mesh(2) as later:
         later.restore(path)
         assert dict(later.run("x[0].item()").values) == {0: 0.0, 1: 1.0}

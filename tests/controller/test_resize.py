@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +23,10 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.resizing import check_gpus, new_axes
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.subscription import MeshSubscription
-from meshbook.errors import CellError, MeshShapeError, ResizeError, UsageError
+from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, ResizeError, UsageError
 from meshbook.mesh_axes import MeshAxes
-from tests.controller.test_heal import DDP, HSDP, TRAINING, Counter, kill, pids, values
+from meshbook.tensors.engine import ENGINES
+from tests.controller.test_heal import DDP, TRAINING, Counter, kill, pids, press_stop_when, values
 from tests.controller.test_run import when
 from tests.gate import Gate
 
@@ -110,6 +112,7 @@ def test_what_it_says_has_the_axes_who_is_new_or_left_and_what_is_of_the_former_
 def test_axes_change_by_name_and_each_ranks_names_and_groups_with_them() -> None:
     with create_mesh({"dp": 3, "tp": 1}) as mesh:
         mesh.run("kept = dist.new_group([0, 1])\nevery = dist.new_group()\nold, tp = mesh, mesh.get_group('tp')")
+        mesh.run("own = torch.distributed.init_device_mesh('cpu', (1, 3), mesh_dim_names=('a', 'b'))", echo=False)
         mesh.resize(dp=2, tp=2)
         assert mesh.axes == {"dp": 2, "tp": 2}
         assert values(
@@ -121,9 +124,11 @@ def test_axes_change_by_name_and_each_ranks_names_and_groups_with_them() -> None
         assert dict(mesh.run(total.format("kept"), ranks="0-1", echo=False).values) == {0: 1, 1: 1}
         assert values(mesh, total.format("every")) == dict.fromkeys(range(4), 6)  # it was of all ranks, and still is
         assert values(mesh, total.format("dist.new_group()")) == dict.fromkeys(range(4), 6)
-        for use in ("dist.all_reduce(torch.ones(1), group=tp)", "old.get_group('tp')"):
-            with pytest.raises(CellError, match=r"before it was resized|resized from 3 to 4 ranks"):
-                mesh.run(use, ranks="0-1", echo=False)
+        with pytest.raises(CellError, match=r"resized from 3 to 4 ranks"):
+            mesh.run("dist.all_reduce(torch.ones(1), group=tp)", ranks="0-1", echo=False)
+        assert dict(mesh.run("old is mesh", ranks="0-1", echo=False).values) == {0: True, 1: True}
+        with pytest.raises(CellError, match="before it was resized"):
+            mesh.run("own.get_group('b')", ranks="0-1", echo=False)
         kill(mesh, 1)
         mesh.heal()  # forms groups of the same names
         assert values(mesh, total.format("mesh.get_group('dp')")) == {0: 2, 1: 4, 2: 2, 3: 4}
@@ -252,6 +257,31 @@ def test_a_loop_whose_loader_does_not_know_its_rows_says_what_to_give_it(pair: M
 # ---- who learns of it
 
 
+def test_a_cell_that_another_client_sends_before_it_has_heard_of_a_change_is_refused(pair: Mesh) -> None:
+    other, may_hear = meshbook.attach(pair.name), threading.Event()
+    try:
+        other.session.connection.listeners.ranks_changed.insert(0, lambda report: may_hear.wait())
+        pair.resize(3)
+        sent = [other.run("rank", wait=False, echo=False), other.run("rank", ranks=[0, 1], wait=False, echo=False)]
+        may_hear.set()
+        with pytest.raises(ResizeError, match=r"the mesh has 3 ranks now.* nothing was run, run it again"):
+            sent[0].result(DEADLINE_S)
+        assert dict(sent[1].result(DEADLINE_S).values) == {0: 0, 1: 1}
+        assert values(other, "rank") == {0: 0, 1: 1, 2: 2}
+        kill(pair, 1)
+        when(lambda: other.session.lost == (1,))
+        may_hear.clear()
+        pair.heal()
+        late = other.run("rank", wait=False, echo=False)
+        may_hear.set()
+        with pytest.raises(HealError, match="rank 1 has a new process, of which this process had not heard"):
+            late.result(DEADLINE_S)
+        assert values(other, "rank") == {0: 0, 1: 1, 2: 2}
+    finally:
+        may_hear.set()
+        other.detach()
+
+
 def test_views_other_clients_and_subscriptions_have_the_new_ranks(pair: Mesh) -> None:
     other = meshbook.attach(pair.name)
     slice_of_last, whole = pair.slice(rank=1), pair[0:2]
@@ -300,18 +330,6 @@ def test_actors_of_a_rank_that_leaves_end_with_it(pair: Mesh) -> None:
 # ---- when it cannot be done
 
 
-def test_what_is_cut_for_the_present_ranks_is_refused_by_name_and_stays(pair: Mesh) -> None:
-    pair.run(TRAINING, echo=False)
-    pair.run(HSDP, echo=False)
-    pair.run("class Trainer: pass\ntrainer = Trainer()\ntrainer.models = [model]\nplain = torch.ones(2)", echo=False)
-    with pytest.raises(
-        ResizeError, match=r"layer, model, opt, trainer are made of DTensors .*%mesh checkpoint"
-    ) as error:
-        pair.resize(3)
-    assert "plain" not in str(error.value)
-    assert len(values(pair, "train(0)")) == 2
-
-
 def test_a_running_cell_and_wrong_sizes_are_refused_and_nothing_is_changed(pair: Mesh, gate: Gate) -> None:
     future = pair.run(gate.wait, wait=False, echo=False)
     with pytest.raises(ResizeError, match=r"the cell runs on ranks 0-1; wait for it, or press Stop"):
@@ -345,7 +363,7 @@ def test_a_number_that_the_other_axes_do_not_divide_shows_the_sum() -> None:
 # ---- faults
 
 
-def start_resize(mesh: Mesh, size: int, reached: Callable[[], bool]) -> Future[Resized]:
+def start_resize(mesh: Mesh, size: int | dict[str, int], reached: Callable[[], bool]) -> Future[Resized]:
     """Begin to resize in the background, and wait until it has come to some stage."""
     executor = ThreadPoolExecutor(1)
     future = executor.submit(mesh.resize, size)
@@ -353,6 +371,38 @@ def start_resize(mesh: Mesh, size: int, reached: Callable[[], bool]) -> Future[R
     when(lambda: reached() or future.done())
     assert not future.done(), future
     return future
+
+
+# What asks whether tensors can be cut anew waits at a gate, and says no.
+REFUSE = """
+from meshbook.rank.resharding import door
+def find(self, command):
+    import os
+    os.write(1, b"looking\\n")
+    {wait}
+    return {{"sharded": ["x"], "problems": {{"x": "it cannot"}}, "catalog": "", "stale": []}}
+door.ReshardingDoor.find = find
+"""
+
+
+def test_operations_of_another_program_wait_until_it_is_decided_whether_the_mesh_is_resized(
+    pair: Mesh, gate: Gate
+) -> None:
+    other = meshbook.attach(pair.name)
+    x = meshbook.distribute(torch.arange(6.0), other, sharding_spec=["rank"])
+    assert x.sum().item() == 15
+    (engine,) = (engine for engine in ENGINES if engine.session is other.session)
+    pair.run(REFUSE.format(wait=gate.wait), echo=False)
+    resizing = start_resize(pair, 3, lambda: _has_said(pair, "looking", (0, 1)))
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(lambda: (x + 1).sum().item())
+        when(lambda: len(engine.sender.in_flight) > 0 or waiting.done())
+        gate.open()
+        with pytest.raises(ResizeError, match="it cannot"):
+            resizing.result(DEADLINE_S)
+        assert waiting.result(DEADLINE_S) == 21
+    assert (x * 2).sum().item() == 30
+    other.detach()
 
 
 @pytest.fixture
@@ -409,11 +459,12 @@ def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_compl
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["an old rank", "a new rank"])
 def test_a_rank_that_is_killed_as_soon_as_new_ones_start_leaves_a_mesh_that_heal_completes(
-    pair: Mesh, victim: int
+    pair: Mesh, stuck_setup: Gate, victim: int
 ) -> None:
     pair.run("step = 1", echo=False)
     resizing = start_resize(pair, 4, lambda: len(pair.ranks) == 4 and pids(pair)[victim] is not None)
     os.kill(pids(pair)[victim] or 0, signal.SIGKILL)
+    stuck_setup.open()
     with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
         resizing.result(DEADLINE_S)
     when(lambda: set(pair.session.lost) == {victim, 2, 3})
@@ -441,6 +492,16 @@ def test_stop_ends_a_setup_cell_on_the_new_ranks_and_the_mesh_is_whole(pair: Mes
     resized = resizing.result(DEADLINE_S)
     assert resized.failed == {"the cell": "was stopped, and the cells after it were not replayed"}
     assert values(pair, "step") == dict.fromkeys(range(3), 1)
+    assert is_whole(pair, 3)
+
+
+def test_a_stop_ends_the_waiting_for_a_resize_and_says_what_came_of_it(
+    pair: Mesh, stuck_setup: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshbook.controller.healing.AFTER_STOP_S", DEADLINE_S)
+    press_stop_when(lambda: _has_said(pair, "begun", (2,)))
+    with pytest.raises(CellInterrupted, match=r"^the resize was stopped, and was completed all the same:\nrank 2 → 3"):
+        pair.resize(3)
     assert is_whole(pair, 3)
 
 

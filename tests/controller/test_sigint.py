@@ -11,6 +11,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.sigint import SigintLatch, defer_sigint
 from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
+from tests.controller.test_run import when
 
 
 def press() -> None:
@@ -37,11 +38,26 @@ def test_a_press_that_comes_as_the_call_ends_raises_behind_it(mesh: Mesh) -> Non
     session = mesh.session
     command = session.cell_command("print('only')", mesh.ranks)
     future = session.request(command)
-    future.result(30)
+    future.result(60)
     future.add_done_callback = lambda done: (done(future), press())  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(KeyboardInterrupt):
         session.foreground.wait(command, future)
     assert session.foreground.interrupt(may_escalate=False) is False
+
+
+def test_a_stop_that_comes_to_ranks_that_have_ended_raises_unless_the_result_is_to_be_kept(mesh: Mesh) -> None:
+    session = mesh.session
+
+    def stop_when_ended(_: object) -> None:
+        when(lambda: len(session.connection.pending) == 0)
+        session.foreground.interrupt(may_escalate=False)
+
+    command = session.cell_command("print('only')", mesh.ranks)
+    with pytest.raises(CellInterrupted, match="was stopped as it ended"):
+        session.foreground.run(command, on_output=stop_when_ended)
+    command = session.cell_command("print('only')", mesh.ranks)
+    finished = session.foreground.run(command, on_output=stop_when_ended, keep_result=True)
+    assert {part.outcome.status for part in finished.outcomes} == {"ok"}
 
 
 def test_a_press_is_noted_and_a_second_raises_while_nobody_has_looked() -> None:

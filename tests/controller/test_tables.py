@@ -111,6 +111,10 @@ def test_many_ranks_that_look_the_same_share_a_row() -> None:
         ({"groups": "none", "spec": MeshSpec(axes={"rank": 1}, process_group=False)}, "no process group,"),
         ({"spec": MeshSpec(axes={"dp": 1, "tp": 1})}, "1 rank (dp=1, tp=1), process"),
         ({"spec": MeshSpec(axes={"rank": 1}, num_hosts=4)}, "1 rank on 4 simulated hosts, process"),
+        (
+            {"spec": MeshSpec(axes={"rank": 4}, num_hosts=2, on="ssh://a,b", engine="ssh")},
+            "4 ranks on 2 machines, process",
+        ),
     ],
 )
 def test_the_heading_says_what_kind_of_mesh_it_is(known: dict[str, object], said: str) -> None:
@@ -141,6 +145,15 @@ def test_a_history_shows_when_how_long_and_how() -> None:
         [began, "90.0", "s", "so", "far", "0", "running"],
     ]
     assert str(history_table([])) == "No cell has run on this mesh."
+
+
+def test_a_history_names_who_ran_the_cells_where_several_did() -> None:
+    person = HistoryEntry(3, "cell 3", "x", (0, 1), NOW, 1.0, "ok", by="kernel")
+    agent = HistoryEntry(None, "", "%mesh heal", (), NOW, 0.0, "sent", by="mcp:claude-code")
+    assert "kernel" not in str(history_table([person]))
+    lines = str(history_table([person, agent])).splitlines()
+    assert lines[0].split() == ["cell", "began", "took", "ranks", "ended", "by", "source"]
+    assert lines[2].split()[1:] == ["0", "ms", "sent", "mcp:claude-code", "%mesh", "heal"]
 
 
 def test_a_cells_first_line_is_the_one_that_says_something() -> None:

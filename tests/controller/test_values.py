@@ -102,6 +102,8 @@ def test_a_handle_tells_an_attribute_that_is_not_there(mesh: Mesh) -> None:
     mesh.run("t = [torch.ones(1)]")
     with pytest.raises(AttributeError, match="no attribute 'appen'"):
         _ = mesh["t"].appen
+    with pytest.raises(AttributeError, match=r"'value' on ranks 0-3; mesh\.pull\(t\) brings the ranks' values"):
+        _ = mesh["t"].value
     assert not hasattr(mesh["t"], "nothing_like_it")
 
 
@@ -138,7 +140,7 @@ def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, gate: Gate) -> N
         assert "under way" in repr(mesh["progress"])
     finally:
         gate.open()
-        future.result(20)
+        future.result(60)
 
 
 def test_a_handle_is_not_pickled(mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
 from tests.kernel.frontend import wait_until
 
-WAIT_S = 15.0
+WAIT_S = 40.0
 
 
 class Page:
@@ -122,6 +122,12 @@ def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh
         for _ in range(3):
             desk.on_request(page.audience, {"kind": "why", "view": "a", "id": "a-2"})
         page.wait_for(lambda message: message["kind"] == "findings" and message["asked"])
+        desk.on_request(page.audience, {"kind": "debug", "ranks": "1", "view": "a", "id": "a-4"})
+        told = page.wait_for(lambda message: message["kind"] == "reply")
+        assert (
+            told["text"] == f"the cell cannot ask for commands from here; in a terminal: meshbook debug {mesh.name} 1"
+        )
+        page.reported.remove(told)
         desk.on_request(page.audience, {"kind": "stacks", "ranks": "<b>", "view": "a", "id": "a-3"})
         assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "reply")["text"]
         for nonsense in (None, 7, [], {}, {"kind": "no such thing"}, {"kind": "logs", "rank": "x"}, {"kind": ["kill"]}):

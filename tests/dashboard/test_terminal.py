@@ -16,7 +16,7 @@ from meshbook.dashboard.terminal import Confirm, TopApp
 from meshbook.errors import NotAttached
 from tests.dashboard.pictures import Training
 
-WAIT_S = 10.0
+WAIT_S = 40.0
 
 
 @dataclass

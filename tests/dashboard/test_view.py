@@ -145,6 +145,14 @@ def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
     assert [layout["actors"] for layout in layouts] == [False, True]
 
 
+def test_the_layout_has_the_command_that_replays_the_last_failure() -> None:
+    encoder = UpdateEncoder()
+    assert by_kind(encoder.full_update(Training({"rank": 2}).picture))["layout"]["replay"] == ""
+    encoder.replay_command = "meshbook replay failures/f3 --rank 1"
+    changed = by_kind(encoder.updates(Training({"rank": 2}).picture))["layout"]
+    assert changed["replay"] == "meshbook replay failures/f3 --rank 1"
+
+
 def test_logs_are_text_without_a_terminals_orders() -> None:
     reported = view.logs_message(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
     assert reported["text"] == "red\n100%\n<b>"

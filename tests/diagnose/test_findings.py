@@ -385,6 +385,26 @@ def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
     assert "in its thread Thread-1" in finding.title
 
 
+def test_a_rank_that_gets_no_processor_is_not_accused():
+    late = {"source": "outside", "starved_s": 0.5, "looked_s": 0.6}
+    holder = running_rank(3, stacks=(main_thread(*frames_at(9), has_gil=True, state="R"),), **late)
+    finding = only(waiting(0), waiting(1), waiting(2), holder)
+    assert reported(finding) == ("starved", (3,), (0, 1, 2), 9)
+    assert any("waited for a processor for 0.5 s of the 0.6 s of a look" in line for line in finding.evidence)
+    # ... nor where it waits for the interpreter lock of a thread that gets none, or where nothing of it can be read.
+    waits_for_gil = main_thread(*frames_at(9), state="S", syscall="futex")
+    assert only(waiting(0), running_rank(1, stacks=(waits_for_gil,), **late)).kind == "starved"
+    assert only(waiting(0), running_rank(1, **{**late, "source": "none", "beat_age_s": 40.0})).kind == "starved"
+
+
+def test_what_a_rank_certainly_waits_for_counts_whichever_thread_gets_no_processor():
+    late = {"source": "outside", "starved_s": 0.5, "looked_s": 0.6}
+    finding = only(waiting(0, **late), running_rank(1, *frames_at(9), process=ProcessStatus(state="R")))
+    assert (finding.ranks, finding.others) == ((1,), (0,))
+    shared = running_rank(1, stacks=(main_thread(*frames_at(9), has_gil=True),), **{**late, "starved_s": 0.3})
+    assert only(waiting(0), shared).kind == "gil-kept"  # it only shares a processor
+
+
 def test_disk_sleep():
     finding = only(
         waiting(0), running_rank(1, *frames_at(9), process=ProcessStatus(state="D", syscall_target="/nfs/data"))

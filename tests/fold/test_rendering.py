@@ -75,6 +75,12 @@ def test_a_value_that_all_ranks_hold_is_just_the_value():
     assert render_values(held("42", "42"), (0, 1)) == "42"
 
 
+def test_displays_of_json_that_differ_show_their_json():
+    previews = [Preview("object", "JSON", "<JSON object>", data={"application/json": {"b": rank}}) for rank in range(2)]
+    parts = fold_outcomes((rank, Outcome("ok", value=Value(preview))) for rank, preview in enumerate(previews))
+    assert render_values(parts, (0, 1), colour=False) == '[0] {"b": 0}\n[1] {"b": 1}'
+
+
 def test_different_values_are_labelled_and_ordered_by_rank():
     assert shown("b", "a", "b", "c") == "[0,2] b\n[1]   a\n[3]   c"
 

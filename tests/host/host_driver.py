@@ -21,13 +21,14 @@ from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
 
 # Seconds until a wait counts as a hang.
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class HostDriver:
     """A host agent with its ranks. `send` gives it a command; `wait_until` lets its loop turn."""
 
-    def __init__(self, size: int, *, torch: bool) -> None:
+    def __init__(self, size: int, *, torch: bool, **options: Any) -> None:
+        """options: more of the mesh's specification."""
         self.loop = Loop()
         self.reports: list[Any] = []
         self._context = zmq.Context()
@@ -35,8 +36,10 @@ class HostDriver:
         self._calls = itertools.count(1)
         self.agent = HostAgent(self.loop, self._context, self._folder, "token", 0, self.reports.append)
         self.ranks = tuple(range(size))
-        spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
-        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size, host_ranks=self.ranks)  # type: ignore[arg-type]
+        self.spec = messages.MeshSpec(
+            axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()), **options
+        )
+        start = messages.StartRanks(spec=self.spec, ranks=self.ranks, world_size=size, host_ranks=self.ranks)  # type: ignore[arg-type]
         self.send(start)
         self._generation = 0
         self._store = StoreServer(self.loop, self._context, f"ipc://{self._folder}/store.sock", "token")
@@ -136,6 +139,18 @@ class HostDriver:
         taken = self.wait_for(messages.SnapshotReply, call)
         return {snapshot.rank: snapshot for snapshot in taken.snapshots}
 
+    def take_snapshots_until(
+        self, is_so: Callable[[dict[int, messages.RankSnapshot]], Any]
+    ) -> dict[int, messages.RankSnapshot]:
+        """Take snapshots until they show something: a rank may be on its way there, or too slow to answer in time."""
+
+        def taken() -> dict[int, messages.RankSnapshot] | None:
+            found = self.take_snapshots()
+            return found if is_so(found) else None
+
+        found: dict[int, messages.RankSnapshot] = self.wait_until(taken)
+        return found
+
     def pid(self, rank: int) -> int:
         child = self.agent._processes.get(rank)
         assert child is not None
@@ -156,8 +171,8 @@ class HostDriver:
 
 
 @contextlib.contextmanager
-def running_host(size: int, *, torch: bool = False) -> Iterator[HostDriver]:
-    made = HostDriver(size, torch=torch)
+def running_host(size: int, *, torch: bool = False, **options: Any) -> Iterator[HostDriver]:
+    made = HostDriver(size, torch=torch, **options)
     try:
         yield made
     finally:

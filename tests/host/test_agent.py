@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import zmq
 from meshbook.host.agent import HostAgent
 from meshbook.host.rank_record import RankRecord
 from meshbook.wire import codec, messages
+from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
 
 
@@ -28,14 +30,25 @@ class Bench:
         self.folder = folder
 
     def knock(self, identity: bytes, *words: Any) -> None:
-        with self.context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.IDENTITY, identity)
-            socket.connect(f"ipc://{self.folder}/h0-work.sock")
-            for word in words:
-                socket.send_multipart(codec.encode(word))
-            for _ in range(100):
-                self.loop.run_once(max_wait_s=0.002)
-            socket.close(linger=0)
+        """Send words to the door for work, and return when the host has dealt with all of them."""
+        sockets, num_heard = self.agent._sockets, 0
+        deal_with = type(sockets)._on_message
+
+        def count(*message: Any) -> None:
+            nonlocal num_heard
+            deal_with(sockets, *message)
+            num_heard += 1
+
+        sockets._on_message = count  # type: ignore[method-assign]
+        dealer = LinkedDealer(self.context, f"ipc://{self.folder}/h0-work.sock", identity)
+        dealer.introduce(codec.encode_body(words[0]))
+        for word in words[1:]:
+            dealer.send(codec.encode_body(word))
+        deadline = time.monotonic() + 60
+        while num_heard < len(words):
+            assert time.monotonic() < deadline, f"the host has heard {num_heard} of {len(words)} messages"
+            self.loop.run_once(max_wait_s=0.02)
+        dealer.close()
 
     def close(self) -> None:
         self.agent.close()

@@ -112,7 +112,32 @@ def test_without_the_drivers_folder_there_is_no_gpu_and_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Nvml, "load", lambda: 1 / 0)
-    assert count_gpus(tmp_path / "none") == 0
+    assert count_gpus(tmp_path / "none", tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        ({}, 2),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": ""}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-17"}, 1),
+    ],
+)
+def test_gpus_of_amd_are_counted_where_there_are_none_of_nvidia(
+    environment: dict[str, str], seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for node, gpu_id in enumerate(("0", "0", "51032", "4711")):  # two CPUs and two GPUs
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "gpu_id").write_text(f"{gpu_id}\n")
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "gpu_id").mkdir()  # one that cannot be read
+    assert count_gpus(tmp_path / "none", tmp_path) == seen
 
 
 def test_a_driver_that_cannot_be_asked_still_lists_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

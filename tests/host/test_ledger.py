@@ -18,9 +18,16 @@ from meshbook.host import instructions as do
 from meshbook.host.ledger import HostLedger
 from meshbook.host.open_calls import PROGRESS_AFTER_FAILURE_S, PROGRESS_AFTER_S
 from meshbook.host.rank_record import RankRecord
+from meshbook.host.run_times import RunTimes, ThreadTimes
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome
-from meshbook.wire.stop_timing import ABORT_AFTER_S, KILL_AFTER_S, SIGINT_REPEATS_S, STUCK_AFTER_S
+from meshbook.wire.stop_timing import (
+    ABORT_AFTER_S,
+    KILL_AFTER_S,
+    KILL_STARVED_AFTER_S,
+    SIGINT_REPEATS_S,
+    STUCK_AFTER_S,
+)
 
 
 class Host:
@@ -31,6 +38,8 @@ class Host:
         self.done: list[tuple[float, do.Instruction]] = []
         self.alarms: list[tuple[float, int, Callable[[float], do.Instructions]]] = []
         self.stopped_processes = set[int]()  # what /proc would say
+        self.starved = set[int]()
+        self.states: dict[int, str | None] = {}
         for rank in range(size):
             self.ledger.ranks[rank] = RankRecord(rank, pid=1000 + rank)
             if ready:
@@ -50,8 +59,13 @@ class Host:
                     continued = tuple(rank for rank in ranks if rank in self.stopped_processes)
                     self.stopped_processes -= {*continued}
                     self.carry_out(report(continued))
-                case do.InspectStuck(ranks):
-                    self.carry_out(self.ledger.stops.stuck(dict.fromkeys(ranks, "S"), self.now))
+                case do.InspectProcesses(ranks, report):
+                    self.carry_out(report({rank: self.look(rank) for rank in ranks}))
+
+    def look(self, rank: int) -> do.ProcessLook:
+        """What /proc would say: a process gets all processor time that it wants, or none if it is starved."""
+        times = ThreadTimes(is_runnable=rank in self.starved, ticks=0, ran_ns=0, waited_ns=0, num_slices=1)
+        return do.ProcessLook(self.states.get(rank, "S"), RunTimes(self.now, {1000 + rank: times}))
 
     def wait(self, seconds: float) -> None:
         """Let time pass; alarms come when they are due."""
@@ -138,8 +152,8 @@ class Host:
         return [item.text for item in shown if isinstance(item, messages.Notice)]
 
 
-def heartbeat(line: int | None = None, num_outputs: int = 0) -> messages.RankHeartbeat:
-    return messages.RankHeartbeat(rank=0, call=None, line=line, rss_bytes=0, peak_rss_bytes=0, num_outputs=num_outputs)
+def heartbeat(line: int | None = None) -> messages.RankHeartbeat:
+    return messages.RankHeartbeat(rank=0, call=None, line=line, rss_bytes=0, peak_rss_bytes=0)
 
 
 # ---- queues
@@ -236,19 +250,21 @@ def test_an_outcome_waits_for_the_output_that_was_printed_before_it() -> None:
     assert (host.outcomes("c"), host.sent(0)) == ({0: "ok"}, ["c", "d"])
 
 
-def test_an_outcome_does_not_wait_for_output_that_was_lost_with_a_connection() -> None:
+def test_what_is_kept_for_searches_is_what_ranks_print_what_they_left_out_their_errors_and_ends() -> None:
     host = Host(1)
     host.cell("c", (0,))
-    host.cell("d", (0,))
-    host.output(0, 2, "second\n")
-    host.finish(0, "c", last_output_seq=3)
-    host.carry_out(host.ledger.heartbeat_received(heartbeat(num_outputs=2), host.now))
-    assert host.reports(messages.CallFinished) == []  # the third piece may still come
-    host.carry_out(host.ledger.heartbeat_received(heartbeat(num_outputs=3), host.now))
-    (finished,) = host.reports(messages.CallFinished)
-    shown = [item.item.text if hasattr(item, "item") else item.text for item in finished.items]
-    assert shown == ["a part of this rank's output was lost with a connection that has broken", "second"]
-    assert host.sent(0) == ["c", "d"]
+    left_out = messages.RankOutput(rank=0, seq=2, call="c", items=(messages.Notice("9 lines left out here"),))  # type: ignore[arg-type]
+    host.carry_out(host.ledger.output_received(left_out, host.now))
+    host.output(0, 1, "first\n")
+    host.finish(0, "c", status="error", last_output_seq=2)
+    host.die(0)
+    kept = [(one.kind, one.text) for _, one in host.done if isinstance(one, do.KeepOutput)]
+    assert kept == [
+        ("stdout", "first\n"),
+        ("event", "9 lines left out here"),
+        ("event", "ValueError: no"),
+        ("event", "rank 0 was killed by SIGKILL"),
+    ]
 
 
 def test_an_outcome_whose_output_died_with_its_rank_counts() -> None:
@@ -311,11 +327,24 @@ def test_the_timetable_of_a_first_stop() -> None:
     assert host.to_service(0, "Interrupt") == [0.0]
     assert host.to_service(0, "AbortCollectives") == [ABORT_AFTER_S]
     assert host.signals(0, signal.SIGKILL) == []
-    at = [round(at - 100.0, 3) for at, one in host.done if isinstance(one, do.InspectStuck)]
+    at = [at - 100.0 for at, one in host.done if isinstance(one, do.SendReport)]
     assert at == [STUCK_AFTER_S]
     (stuck,) = host.reports(messages.RanksStuck)
     assert (stuck.call, stuck.ranks) == ("c", (0,))
     assert "rank 0 (pid 1000) is in C code, or in code that catches KeyboardInterrupt" in stuck.reason
+
+
+def test_a_repeated_signal_that_is_late_is_not_sent_and_the_call_is_named_instead() -> None:
+    # The host stands still for a second: the rank would take the signal for that of another press.
+    host = Host(1)
+    host.cell("c", (0,))
+    host.stop("c")
+    host.wait(0.1)
+    _, _, repeat = heapq.heappop(host.alarms)
+    host.now += 1.0
+    host.carry_out(repeat(host.now))
+    assert host.signals(0, signal.SIGINT) == [0.0, 0.05]
+    assert host.to_service(0, "Interrupt") == [0.0, 1.1]
 
 
 def test_the_timetable_of_a_second_stop() -> None:
@@ -440,11 +469,50 @@ def test_why_a_rank_does_not_return_is_said_as_the_system_sees_it(state: str | N
     host.cell("c", (0,))
     beat = heartbeat(line=3)
     host.carry_out(host.ledger.heartbeat_received(beat, host.now))
-    host.carry_out(host.ledger.stops.stuck({0: state}, host.now))
+    host.states[0] = state
+    host.stop("c")
+    host.wait(1.0)
+    host.carry_out(host.ledger.heartbeat_received(beat, host.now))
+    host.wait(1.0)
     assert reason in host.reports(messages.RanksStuck)[0].reason
+    host.states[0] = "R"
     host.wait(2.0)
-    host.carry_out(host.ledger.stops.stuck({0: "R"}, host.now))
+    host.stop("c")
+    host.wait(2.0)
     assert "is in C code that keeps the GIL" in host.reports(messages.RanksStuck)[1].reason
+
+
+def test_a_rank_that_gets_no_processor_is_not_said_to_be_stuck_in_c_code() -> None:
+    host = Host()
+    host.cell("c")
+    host.starved = {1}
+    host.stop("c")
+    host.wait(2.0)
+    reason = host.reports(messages.RanksStuck)[0].reason
+    assert "rank 0 (pid 1000) is in C code" in reason
+    assert "rank 1 (pid 1001) has waited for a processor for 2.0 of 2.0 s" in reason
+
+
+def test_a_second_stop_lets_a_rank_that_gets_no_processor_come_back() -> None:
+    host = Host()
+    host.cell("c")
+    host.starved = {1}
+    host.stop("c", hard=True)
+    host.wait(KILL_AFTER_S + 0.3)
+    assert host.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
+    host.finish(1, "c", "interrupted")
+    host.wait(10.0)
+    assert host.signals(1, signal.SIGKILL) == []
+
+
+def test_a_second_stop_kills_a_rank_that_never_gets_a_processor() -> None:
+    host = Host(1)
+    host.cell("c", (0,))
+    host.starved = {0}
+    host.stop("c", hard=True)
+    host.wait(10.0)
+    assert host.signals(0, signal.SIGKILL) == [KILL_STARVED_AFTER_S]
+    assert host.notices() == ["second Stop: rank 0 did not come back within 2.5 s and was killed"]
 
 
 # ---- deaths
@@ -459,6 +527,32 @@ def test_a_rank_that_dies_loses_what_it_ran_and_what_waited_for_it() -> None:
         host.finish(1, call)
         assert host.outcomes(call) == {0: "lost", 1: "ok"}
     assert host.sent(0) == ["c"]
+
+
+def check_exits(host: Host, *ending: int) -> None:
+    command = messages.CheckExits(call="exits", ranks=(0, 1))  # type: ignore[arg-type]
+    host.carry_out(host.ledger.calls.await_exits(command, (0, 1), ending, host.now))
+
+
+def test_a_look_for_exits_ends_at_once_if_all_processes_run() -> None:
+    host = Host()
+    check_exits(host)
+    assert host.outcomes("exits") == {0: "ok", 1: "ok"}
+
+
+def test_a_look_for_exits_waits_until_a_process_that_is_ending_has_been_reported() -> None:
+    host = Host()
+    check_exits(host, 0)
+    assert not host.reports(messages.CallFinished)
+    host.die(0)
+    assert host.outcomes("exits") == {0: "lost", 1: "ok"}
+
+
+def test_a_look_for_exits_does_not_wait_for_ever_for_a_process_that_does_not_end() -> None:
+    host = Host()
+    check_exits(host, 0)
+    host.wait(60.0)
+    assert host.outcomes("exits") == {0: "skipped", 1: "ok"}
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.5, 1.9])
@@ -480,10 +574,11 @@ def test_ranks_with_actors_that_end_and_send_heartbeats_are_spared_once() -> Non
     host = Host()
     host.ledger.ranks[0].has_actors = True
     host.carry_out(host.ledger.heartbeat_received(heartbeat(), host.now))
+    host.wait(4.0)  # heartbeats are late on a busy machine
     host.carry_out(host.ledger.kill_all(host.now, spare_actors=True))
-    assert (host.signals(0, signal.SIGKILL), host.signals(1, signal.SIGKILL)) == ([], [0.0])
+    assert (host.signals(0, signal.SIGKILL), host.signals(1, signal.SIGKILL)) == ([], [4.0])
     host.carry_out(host.ledger.kill_all(host.now))
-    assert host.signals(0, signal.SIGKILL) == [0.0]
+    assert host.signals(0, signal.SIGKILL) == [4.0]
 
 
 # ---- any order of events

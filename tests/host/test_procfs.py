@@ -39,7 +39,7 @@ def start() -> Iterator[Start]:
 
 def when(pid: int, true: Callable[[ProcessStatus], object]) -> ProcessStatus:
     """What the system says of a process once that is so."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         reported = procfs.read_process(pid)
         assert reported is not None
@@ -61,7 +61,7 @@ def test_a_socket_is_told_by_its_other_end_also_where_python_polls_it(start: Sta
         port = server.getsockname()[1]
         source = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout={{}})\ns.recv(1)"
         polls = when(
-            start(source.format("30")), lambda reported: reported.syscall == "poll" and reported.syscall_target
+            start(source.format("300")), lambda reported: reported.syscall == "poll" and reported.syscall_target
         )
         assert polls.syscall_target == f"socket 127.0.0.1:{port}"
         waits = when(start(source.format("None")), lambda reported: reported.syscall == "recvfrom")
@@ -129,7 +129,7 @@ def test_a_process_that_is_gone_is_none() -> None:
 def test_a_process_without_python_has_no_stack_and_py_spys_reason_is_given() -> None:
     process = subprocess.Popen(["sleep", "100"])
     try:
-        stacks, problem = procfs.dump_python_stacks(process.pid, 4.0)
+        stacks, problem = procfs.dump_python_stacks(process.pid, 60.0)
     finally:
         process.kill()
         process.wait(30)
@@ -153,8 +153,9 @@ def test_a_py_spy_that_hangs_is_given_up_and_killed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(procfs, "find_py_spy", lambda: str(program))
     stacks, problem = procfs.dump_python_stacks(os.getpid(), 0.6)
     assert (stacks, problem) == ((), "its Python stack could not be read from outside: py-spy took more than 0.6 s")
-    with contextlib.suppress(FileNotFoundError):
-        assert procfs.process_state(int((tmp_path / "pid").read_text())) == ""
+    with contextlib.suppress(FileNotFoundError):  # it may have been killed before it had begun
+        if pid := (tmp_path / "pid").read_text():
+            assert procfs.process_state(int(pid)) == ""
 
 
 def test_a_refusal_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import textwrap
 from collections.abc import Iterator
@@ -14,52 +15,78 @@ import zmq
 
 from meshbook.host import starter as starters
 from meshbook.host.agent import HostAgent
+from meshbook.host.fresh_starter import FreshStarter
 from meshbook.host.launcher import _read_tail
 from meshbook.host.rank_processes import num_unread_bytes
 from meshbook.host.rank_record import RankRecord
-from meshbook.host.starter import ForkStarter, FreshStarter, RankProcess, make_pipe
+from meshbook.host.starter import ForkStarter, RankProcess, make_pipe
 from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
-from tests.host.host_driver import running_host
+from tests.host.host_driver import HostDriver, running_host
 
 
-def test_ranks_that_end_with_their_fork_server_say_so() -> None:
-    with running_host(2) as started:
-        server = started.agent.launcher.starter
-        assert isinstance(server, ForkStarter)
-        assert server._process is not None
+def kill_fork_server(started: HostDriver) -> None:
+    server = started.agent.launcher.starter
+    assert isinstance(server, ForkStarter)
+    assert server._process is not None
+    server._process.kill()
+    started.wait_until(lambda: started.agent.launcher.starter is None)
+
+
+def test_ranks_outlive_their_fork_server_and_their_ends_are_reported_as_far_as_known() -> None:
+    with running_host(3, torch=False) as started:
         call = started.start_cell_and_wait("import time\ntime.sleep(1000)")
-        server._process.kill()
-        finished = started.wait_for(messages.CallFinished, call)
-        (reported,) = [report for report in started.reports if isinstance(report, messages.RanksExited)]
-        exited = reported.exits  # of all at once: a client that hears of one must not take the others to be alive
-        how = "ended with the fork server that it was forked from, which was killed by SIGKILL"
-        assert [(report.rank, report.signal, report.description) for report in exited] == [
-            (0, None, how),
-            (1, None, how),
-        ]
-        assert {part.outcome.status for part in finished.outcomes} == {"lost"}
+        kill_fork_server(started)
+        os.kill(started.pid(1), signal.SIGKILL)
+        exited = started.wait_for(messages.RankExited)
+        assert (exited.rank, exited.description) == (1, "ended; its exit status was lost with the fork server")
+        started.send(messages.KillRanks(call="k", ranks=(2,), signal=signal.SIGKILL))  # type: ignore[arg-type]
+        started.wait_until(lambda: len(exits_of(started)) == 2)
+        assert (exits_of(started)[1].rank, exits_of(started)[1].description) == (2, "was killed by SIGKILL")
+        statuses = {part.ranks: part.outcome.status for part in started.interrupt(call).outcomes}
+        assert statuses == {(0,): "interrupted", (1,): "lost", (2,): "lost"}
+        said = "the fork server was killed by SIGKILL; its ranks go on, and the next rank that starts gets a new one"
+        assert notices_in(started, started.run("1")) == [said]
 
 
-def test_what_ranks_have_started_ends_with_their_fork_server_or_their_host(tmp_path: Path) -> None:
+def notices_in(started: HostDriver, finished: messages.CallFinished) -> list[str]:
+    """What a call has shown of the mesh's own, while it ran and with its end."""
+    output = [report for report in started.reports if isinstance(report, messages.CallOutput)]
+    items = [item for report in output if report.call == finished.call for item in report.items]
+    displays = [item.item for item in (*items, *finished.items) if isinstance(item, messages.RankDisplay)]
+    return [item.text for item in displays if isinstance(item, messages.Notice)]
+
+
+def exits_of(started: HostDriver) -> list[messages.RankExited]:
+    return [report for report in started.reports if isinstance(report, messages.RankExited)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_ranks_and_what_they_have_started_end_with_their_host_whatever_they_do(tmp_path: Path) -> None:
     source = f"""
-    import subprocess, time
+    import ctypes, subprocess
     child = subprocess.Popen(["sleep", "1000"])
     with open({str(tmp_path)!r} + "/pid", "w") as file:
         file.write(str(child.pid))
     """
-    for ends in ("fork server", "host"):
-        with running_host(1, torch=False) as started:
-            started.run(textwrap.dedent(source))
-            child = psutil.Process(int((tmp_path / "pid").read_text()))
-            server = started.agent.launcher.starter
-            assert isinstance(server, ForkStarter)
-            assert server._process is not None
-            if ends == "fork server":
-                server._process.kill()
-            else:
-                server._socket.shutdown(socket.SHUT_RDWR)  # as its own end is when it is killed
-            started.wait_until(lambda child=child: not child.is_running() or child.status() == "zombie")  # type: ignore[misc]
+    with running_host(1, torch=False) as started:
+        started.run(textwrap.dedent(source))
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        begun = tmp_path / "begun"
+        started.start_cell(f"open({str(begun)!r}, 'x').close()\nctypes.PyDLL(None).sleep(1000)")  # keeps the GIL
+        started.wait_until(begun.exists)
+        kill_fork_server(started)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, started.agent.launcher._host_pipe_write)  # closed, as when the host is killed
+        os.close(null)
+        started.wait_for(messages.RankExited)
+        started.wait_until(lambda: has_ended(child))
 
 
 def test_a_fork_server_that_receives_sigterm_goes_on_and_all_its_ranks_are_reported() -> None:
@@ -121,18 +148,19 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ForkStarter, socke
         on_terminating=lambda: None,
         with_torch=False,
         listen_path="",
+        host_pipe=0,
         branch_from="a fake",
     )
     yield starter, theirs, failures
-    for asked in starter._pending:
+    for asked in starter._pending.values():
         asked.on_failed("the test is over")
     theirs.close()
     starter.close()
 
 
-def _told(num_bytes: int = 0) -> spawn.RankConfig:
+def _told(num_bytes: int = 0, *, rank: int = 0) -> spawn.RankConfig:
     return spawn.RankConfig(
-        rank=0,
+        rank=rank,
         local_rank=0,
         local_world_size=1,
         world_size=1,
@@ -148,14 +176,14 @@ def test_asking_a_fork_server_that_takes_nothing_does_not_wait(
     beside: tuple[ForkStarter, socket.socket, list[str]],
 ) -> None:
     starter, theirs, failures = beside
-    for _ in range(20):
-        starter.start_rank(_told(30_000), lambda child: None)
+    for rank in range(20):
+        starter.start_rank(_told(30_000, rank=rank), lambda child: None)
     assert 0 < len(starter._outbox) < 20
     theirs.setblocking(False)
     heard = 0
     while heard < 20:
         try:
-            data, descriptors, _, _ = socket.recv_fds(theirs, spawn.RECEIVE_BYTES, 6)
+            data, descriptors, _, _ = socket.recv_fds(theirs, spawn.RECEIVE_BYTES, 7)
         except BlockingIOError:
             starter._loop.run_once(1.0)
             continue
@@ -171,9 +199,9 @@ def test_a_rank_that_the_system_has_no_room_for_is_said_and_the_next_is_started(
 ) -> None:
     starter, theirs, failures = beside
     children: list[RankProcess] = []
-    for _ in range(2):
-        starter.start_rank(_told(), children.append)
-    for report in (spawn.ForkFailed("no more processes"), spawn.Forked(4711)):
+    for rank in range(2):
+        starter.start_rank(_told(rank=rank), children.append)
+    for report in (spawn.ForkFailed(1, "no more processes"), spawn.Forked(2, 4711)):
         theirs.send(spawn.encoder.encode(report))
     starter._loop.run_once(30.0)
     assert failures == ["rank 0 could not be started: no more processes"]
@@ -211,21 +239,20 @@ def test_a_rank_that_goes_on_reporting_does_not_hold_up_the_news_of_anothers_end
     with zmq.Context() as context:
         agent = HostAgent(Loop(), context, tmp_path, "token", 0, lambda report: None)
         agent.ledger.ranks.update({rank: RankRecord(rank) for rank in range(2)})
-        heard: list[object] = []
-        monkeypatch.setattr(agent._sockets, "_on_message", lambda socket, frames: heard.append(frames) or 1 / 0)
-        for socket in ("_work", "_service"):
-            monkeypatch.setattr(agent._sockets, socket, _Endless())
+        endless = _Endless()
+        for router in ("_work", "_service"):
+            monkeypatch.setattr(agent._sockets, router, endless)
         agent._sockets.drain(len(agent.ledger.ranks))
-        assert len(heard) == 2 * 2 * 256
+        assert endless.num_received == 2 * 2 * 256
         monkeypatch.undo()
         agent.close()
 
 
 class _Endless:
-    """A socket in which there is always one message more."""
+    """A router in which there is always one message more, and none that can be handled."""
 
-    def poll(self, timeout: int) -> int:
-        return 1
+    num_received = 0
 
-    def recv_multipart(self) -> list[bytes]:
-        return [b"r0"]
+    def receive_pending(self) -> bool:
+        self.num_received += 1
+        raise ValueError("a message that cannot be handled")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,13 +150,24 @@ class FrontEnd:
 
     def send(self, code: str, **options: Any) -> Cell:
         """Start a cell, without waiting for it."""
-        cell = Cell(self.client.execute(code, allow_stdin=True, **options))
+        cell = Cell(self.client.execute(code, **{"allow_stdin": True, **options}))
         self.cells[cell.request] = cell
         return cell
 
     def run(self, code: str, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Cell:
         """Run a cell to its end."""
         return self.wait(self.send(code, **options), timeout_s=timeout_s)
+
+    def run_until(self, code: str, seen: Callable[[Cell], bool], *, timeout_s: float = TIMEOUT_S) -> Cell:
+        """Run a cell again and again, until it shows what depends on how far the ranks are apart.
+
+        Equal lines of ranks are one where they come within a tenth of a second, which no single run on a loaded machine
+        can promise.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not seen(cell := self.run(code)):
+            assert time.monotonic() < deadline, f"not seen within {timeout_s} s; last:\n{cell.text}"
+        return cell
 
     def wait(self, cell: Cell, *, timeout_s: float = TIMEOUT_S) -> Cell:
         """Take messages until this cell's reply and its last output have come."""
@@ -203,8 +215,14 @@ class FrontEnd:
         return self.request("inspect_request", {"code": code, "cursor_pos": cursor, "detail_level": detail}, **options)
 
     def interrupt(self) -> None:
-        """What the Stop button does."""
-        self.manager.interrupt_kernel()
+        """What the Stop button does. Returns once the kernel has taken it: the cell after this one is not struck."""
+        if self.manager.kernel_spec.interrupt_mode != "message":
+            self.manager.interrupt_kernel()
+            return
+        request = self.client.session.msg("interrupt_request", {})
+        self.client.control_channel.send(request)
+        while self.client.get_control_msg(timeout=TIMEOUT_S)["parent_header"].get("msg_id") != request["msg_id"]:
+            pass
 
     def value(self, expression: str) -> Any:
         """The value of an expression in the kernel's own process, as its repr is read back by Python."""
@@ -225,7 +243,7 @@ class FrontEnd:
             )
             return None not in found.values()
 
-        wait_until(known, 10, "the first beat")
+        wait_until(known, TIMEOUT_S, "the first beat")
         return found
 
     def close(self) -> None:
@@ -257,20 +275,34 @@ def kernel(
     *, ranks: int = 2, env: dict[str, str] | None = None, name: str = "meshbook", cwd: Path | None = None
 ) -> Iterator[FrontEnd]:
     """A kernel that ends when the block does, if it has not before."""
-    manager = KernelManager(kernel_name=name)
-    manager.start_kernel(
-        env={**os.environ, "MESHBOOK_RANKS": str(ranks), **(env or {})}, **({"cwd": str(cwd)} if cwd else {})
-    )
-    front = None
-    try:
-        front = FrontEnd(manager)
-        yield front
-    finally:
-        if front is not None:
-            front.close()
-        if manager.has_kernel:
-            manager.shutdown_kernel()
-        manager.cleanup_resources()
+    # Not over TCP, whose ports are chosen long before the kernel listens: others may have taken them by then.
+    with tempfile.TemporaryDirectory(prefix="mbk", dir="/tmp") as sockets:
+        manager = KernelManager(kernel_name=name, transport="ipc", ip=f"{sockets}/k")
+        manager.shutdown_wait_time = 2 * TIMEOUT_S  # a kernel ends its mesh first, and is killed after half of that
+        manager.start_kernel(
+            env={**os.environ, "MESHBOOK_RANKS": str(ranks), **(env or {})}, **({"cwd": str(cwd)} if cwd else {})
+        )
+        front = None
+        try:
+            front = FrontEnd(manager)
+            yield front
+        finally:
+            if front is not None:
+                front.close()
+            if manager.has_kernel:
+                manager.shutdown_kernel()
+            manager.cleanup_resources()
+
+
+def shows(text: str, folded: str, *by_rank: str) -> bool:
+    """Whether a text has the line that ranks have printed: folded, or that of each, for they were some time apart."""
+    return folded in text or all(line in text for line in by_rank)
+
+
+def printed_by_both(cell: Cell, line: str) -> bool:
+    """Whether ranks 0 and 1 have printed this line, together or one after the other."""
+    lines = cell.stdout.splitlines()
+    return line in lines or {f"[0] {line}", f"[1] {line}"} <= set(lines)
 
 
 def has_exited(pid: int) -> bool:

@@ -22,7 +22,7 @@ class Greeter(Actor):
 def test_actors_live_beside_cells_and_take_new_methods_when_their_cell_is_run_again(shared: FrontEnd) -> None:
     assert shared.run(CLASS.replace("{word}", "hello")).status == "ok"
     assert shared.run("%%controller\ngreeters = mesh.spawn('greeters', Greeter, 'you')").status == "ok"
-    greet = "%%controller\nlist(greeters.greet.call().get(20).values())"
+    greet = "%%controller\nlist(greeters.greet.call().get(60).values())"
     assert shared.run(greet).result == "['hello you', 'hello you']"
     again = shared.run(CLASS.replace("{word}", "bye"))
     assert again.stdout == "greeters runs the new Greeter (changed: greet)\n"
@@ -48,7 +48,7 @@ def test_actors_live_beside_cells_and_take_new_methods_when_their_cell_is_run_ag
     assert table.splitlines()[0] == "All actors: 2 in 1 mesh."
     assert table.splitlines()[2].split()[:4] == ["greeters", "Greeter", "0-1", "living"]
     assert shared.run("%%controller\nmesh.actors()").result == table.replace("All actors", "Mesh " + mesh_name(shared))
-    assert shared.run("%%controller\ngreeters.stop().get(20)").status == "ok"
+    assert shared.run("%%controller\ngreeters.stop().get(60)").status == "ok"
     assert "no actors" in str(shared.run("%mesh actors").result)
 
 

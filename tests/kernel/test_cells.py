@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.gate import Gate
-from tests.kernel.frontend import Cell, FrontEnd
+from tests.kernel.frontend import Cell, FrontEnd, wait_until
+from tests.standstill import stopped
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running, numbering, history
@@ -209,7 +212,7 @@ def test_a_display_that_is_updated_changes_in_place(shared: FrontEnd) -> None:
 
 
 def test_an_update_of_a_later_cell_reaches_the_earlier_ones_display(shared: FrontEnd) -> None:
-    first = shared.run("handle = display('mine', display_id='later')")
+    first = shared.run_until("handle = display('mine', display_id='later')", lambda cell: len(cell.displays) == 1)
     (shown,) = [output["id"] for output in first.outputs if output["type"] == "display_data"]
     second = shared.send("handle.update('changed')")
     updated = []
@@ -223,7 +226,7 @@ def test_an_update_of_a_later_cell_reaches_the_earlier_ones_display(shared: Fron
 
 def test_cleared_output_is_gone(shared: FrontEnd) -> None:
     source = "from IPython.display import clear_output\nprint('a')\nclear_output()\nprint('b')"
-    assert shared.run(source).stdout == "b\n"
+    shared.run_until(source, lambda cell: cell.stdout == "b\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,32 +234,33 @@ def test_cleared_output_is_gone(shared: FrontEnd) -> None:
 
 
 def test_output_comes_while_the_cell_runs(shared: FrontEnd, gate: Gate) -> None:
-    cell = shared.send(f"print('early', flush=True)\n{gate.wait}\nprint('late')")
+    cell = shared.send(f"if rank == 0: print('early', flush=True)\n{gate.wait}\nif rank == 0: print('late')")
     shared.wait_until_shown(cell, lambda cell: "early" in cell.stdout)
     assert not cell.reply
     gate.open()
-    assert shared.wait(cell).stdout == "early\nlate\n"
+    assert shared.wait(cell).stdout == "[0] early\n[0] late\n"
 
 
 def test_equal_lines_come_once_and_others_with_their_ranks(shared: FrontEnd) -> None:
-    assert shared.run("print('same')\nprint('one of them') if rank == 1 else None").stdout == "same\n[1] one of them\n"
+    code = "print('same')\nprint('one of them') if rank == 1 else None"
+    shared.run_until(code, lambda cell: cell.stdout == "same\n[1] one of them\n")
 
 
 def test_lines_that_differ_in_a_number_come_as_one_with_the_number_of_each_rank(shared: FrontEnd) -> None:
-    assert shared.run("print(f'loss {rank + 1}.5')").stdout == "loss {1.5, 2.5}\n"
+    shared.run_until("print(f'loss {rank + 1}.5')", lambda cell: cell.stdout == "loss {1.5, 2.5}\n")
 
 
 def test_folding_can_be_limited_to_equal_lines_and_turned_off(shared: FrontEnd) -> None:
     cell = "print('same')\nprint(f'loss {rank + 1}.5')"
     assert "Equal lines" in shared.run("%mesh fold equal").stdout
-    assert shared.run(cell).stdout == "same\n[0] loss 1.5\n[1] loss 2.5\n"
+    shared.run_until(cell, lambda cell: cell.stdout == "same\n[0] loss 1.5\n[1] loss 2.5\n")
     shared.run("%mesh fold off")
     by_rank = shared.run(cell).stdout.splitlines()
     assert [line for line in by_rank if line.startswith("[0]")] == ["[0] same", "[0] loss 1.5"]
     assert [line for line in by_rank if line.startswith("[1]")] == ["[1] same", "[1] loss 2.5"]
     assert len(by_rank) == 4
     assert "with the ranks' numbers" in shared.run("%mesh fold numbers").stdout
-    assert shared.run(cell).stdout == "same\nloss {1.5, 2.5}\n"
+    shared.run_until(cell, lambda cell: cell.stdout == "same\nloss {1.5, 2.5}\n")
 
 
 def test_what_c_code_writes_to_the_descriptors_is_shown(shared: FrontEnd) -> None:
@@ -264,14 +268,18 @@ def test_what_c_code_writes_to_the_descriptors_is_shown(shared: FrontEnd) -> Non
 
 
 def test_a_progress_bar_is_one_output(shared: FrontEnd) -> None:
-    cell = shared.run("from tqdm import tqdm\nimport time\nfor i in tqdm(range(4)): time.sleep(0.15)")
+    # Each step is one of all ranks, so that no bar is over before another has begun.
+    step = "time.sleep(0.15); dist.barrier()"
+    cell = shared.run(f"from tqdm import tqdm\nimport time\ndist.barrier()\nfor i in tqdm(range(4)): {step}")
     assert len(cell.displays) == 1
     assert "4/4" in cell.displays[0]["text/plain"]
     assert cell.stderr == ""
 
 
 def test_a_flood_is_cut_and_said_so_and_stays_within_the_front_ends_limits(shared: FrontEnd) -> None:
-    cell = shared.run("for i in range(200_000): print(i, 'x' * 40)")
+    # In large pieces: line by line a loaded machine may be too slow for a flood.
+    lines = "f'{1000 * i + n} ' + 'x' * 40 for n in range(1000)"
+    cell = shared.run(f"for i in range(200): print('\\n'.join({lines}))")
     assert cell.status == "ok"
     # jupyter_server: 1,000 messages/s and 1 MB/s, over windows of 3 s.
     assert len(cell.stdout) < 1_000_000 * max(3.0, cell.seconds)
@@ -317,22 +325,32 @@ def test_a_module_that_is_missing_here_and_lives_on_the_ranks_is_named(shared: F
     assert "`torch` is there on the ranks" in cell.traceback
 
 
+def completes(front: FrontEnd, code: str, match: str) -> None:
+    """A rank has 0.3 s for its answer, which a loaded machine does not always give it: it is asked again."""
+    wait_until(lambda: match in front.complete(code)["matches"], 60, f"{match} for {code}")
+
+
+def finds(front: FrontEnd, code: str) -> dict[str, Any]:
+    """What a rank knows of a name, once it has answered within the 0.3 s that it has."""
+    reply: dict[str, Any] = {}
+    wait_until(lambda: reply.update(front.inspect(code)) or reply["found"], 60, f"an answer about {code}")
+    return reply
+
+
 def test_completion_knows_what_lives_on_the_ranks(shared: FrontEnd) -> None:
     shared.run("net = torch.nn.Linear(2, 2)")
-    assert shared.complete("net.wei")["matches"] == ["weight"]
-    assert shared.complete("%%controller\nnet.wei")["matches"] == ["weight"]
-    assert "net" in shared.complete("x = ne")["matches"]
-    assert "arange" in shared.complete("torch.ar")["matches"]
+    completes(shared, "net.wei", "weight")
+    completes(shared, "%%controller\nnet.wei", "weight")
+    completes(shared, "x = ne", "net")
+    completes(shared, "torch.ar", "arange")
     assert "%timeit" in shared.complete("%time")["matches"]
     assert "status" in shared.complete("%mesh st")["matches"]
 
 
 def test_inspection_knows_what_lives_on_the_ranks(shared: FrontEnd) -> None:
     shared.run("def documented(a, b=1):\n    'What it does.'")
-    reply = shared.inspect("documented(")
-    assert reply["found"]
-    assert "What it does." in reply["data"]["text/plain"]
-    assert shared.inspect("torch.nn.Linear")["found"]
+    assert "What it does." in finds(shared, "documented(")["data"]["text/plain"]
+    assert finds(shared, "torch.nn.Linear")
     assert not shared.inspect("no_such_name")["found"]
 
 
@@ -344,19 +362,29 @@ def test_question_marks_ask_the_ranks(shared: FrontEnd) -> None:
     assert "Start, watch and steer the ranks" in shared.run("%mesh?").text
 
 
+def test_a_question_mark_whose_rank_does_not_answer_is_not_answered_with_not_found(shared: FrontEnd) -> None:
+    shared.run("def documented(a, b=1):\n    'What it does.'")
+    pid = shared.pids()["rank 0"]
+    with stopped(pid):
+        text = shared.run("documented?").text
+    assert "Rank 0, which would know `documented`, does not answer now" in text
+    assert "not found" not in text
+    assert "What it does." in shared.run("documented?").text
+
+
 def test_questions_are_answered_while_a_cell_runs(shared: FrontEnd, gate: Gate) -> None:
     shared.run("net = torch.nn.Linear(2, 2)")
-    cell = shared.send(f"{gate.wait}\nprint('through')")
+    cell = shared.send(f"{gate.wait}\nif rank == 0: print('through')")
     shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
-    assert shared.complete("net.wei")["matches"] == ["weight"]
-    assert shared.inspect("net")["found"]
+    completes(shared, "net.wei", "weight")
+    assert finds(shared, "net")
     assert shared.request("is_complete_request", {"code": "x ="})["status"] in ("incomplete", "invalid")
     assert shared.request("comm_info_request", {})["status"] == "ok"
     tail = {"hist_access_type": "tail", "n": 1, "output": False, "raw": True}
     assert "print('through')" in shared.request("history_request", tail)["history"][0][2]
     assert not cell.reply, "they waited for the cell"
     gate.open()
-    assert shared.wait(cell).stdout == "through\n"
+    assert shared.wait(cell).stdout == "[0] through\n"
 
 
 def test_where_the_kernels_subshells_are_not_as_expected_questions_wait_and_are_answered(shared: FrontEnd) -> None:
@@ -371,8 +399,8 @@ def test_where_the_kernels_subshells_are_not_as_expected_questions_wait_and_are_
 
 
 def test_a_rank_that_does_not_answer_holds_completion_up_for_a_moment_only(shared: FrontEnd) -> None:
-    # A sum over a large range holds the GIL of rank 0, whose service thread then cannot answer.
-    cell = shared.send("sum(range(3 * 10**8)) if rank == 0 else None;")
+    # A call into C that keeps the GIL of rank 0, whose service thread then cannot answer. Stop ends it.
+    cell = shared.send("import ctypes\nctypes.PyDLL(None).sleep(100) if rank == 0 else None;")
     shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
     assert shared.complete("pri", timeout_s=20)["matches"]
     shared.interrupt()
@@ -442,7 +470,7 @@ def test_tb_shows_the_failure_again_and_how_to_get_at_a_rank(shared: FrontEnd) -
     assert "rank 1: KeyError" in cell.text
     assert "%%mesh --ranks 1" in cell.text
     assert "KeyError" in shared.run("%tb Verbose").text
-    assert "%%mesh --ranks 1" in shared.run("%debug").text
+    assert "%%mesh --ranks 1" in shared.run("%debug", allow_stdin=False).text
 
 
 def test_bad_selections_and_words_are_one_sentence_and_change_nothing(shared: FrontEnd) -> None:
@@ -462,13 +490,13 @@ def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontE
 
 
 def test_a_background_cell_returns_at_once_and_its_output_goes_on_under_it(shared: FrontEnd, gate: Gate) -> None:
-    cell = shared.run(f"%%mesh --bg\n{gate.wait}\nprint('from behind')\nlate_by_test = 17\nlate_by_test")
+    cell = shared.run(f"%%mesh --bg\n{gate.wait}\nif rank == 0: print('from behind')\nlate_by_test = 17\nlate_by_test")
     assert "is running" in (cell.result or "")
     assert cell.stdout == ""
     gate.open()
     assert shared.run("_.result()").result == "17"
     shared.wait_until_shown(cell, lambda cell: "is done after" in cell.notes)
-    assert cell.stdout == "from behind\n"
+    assert cell.stdout == "[0] from behind\n"
     assert shared.run("%%controller\nlate_by_test").result == "17"
 
 
@@ -505,12 +533,12 @@ def test_getpass_on_a_rank_hides_what_is_typed(shared: FrontEnd) -> None:
 def test_input_where_nobody_can_be_asked_is_an_error_and_no_hang(shared: FrontEnd) -> None:
     request = shared.client.execute("input('anybody?')", allow_stdin=False)
     cell = shared.cells[request] = Cell(request)
-    assert shared.wait(cell, timeout_s=20).reply["ename"] == "EOFError"
+    assert shared.wait(cell).reply["ename"] == "EOFError"
 
 
 def test_a_display_with_an_id_of_its_own_is_one_on_all_ranks(shared: FrontEnd) -> None:
     cell = shared.run("handle = display('first', display_id=True)\nhandle.update('second')")
-    assert [data["text/plain"] for data in cell.displays] == ["'second'"]
+    assert [data["text/plain"] for data in cell.displays if data["text/plain"] != "ranks 0-1:"] == ["'second'"]
 
 
 def test_what_a_thread_prints_after_its_cell_stands_in_the_notebook(shared: FrontEnd, gate: Gate) -> None:

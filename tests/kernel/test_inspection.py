@@ -43,18 +43,28 @@ def test_a_cell_that_hangs_is_explained_under_it_and_the_next_cell_asks_more_whi
             ("%mesh health", "all_reduce #1 since"),
             ("%mesh memory", "MiB"),
             ("%mesh history 2", "Rank 1 sleeps at cell 2, line 4"),
+            ("%mesh logs --grep 'no such line'", "There are no lines of any rank that match 'no such line'."),
         ):
-            asked = front.run(line, timeout_s=20)
+            asked = front.run(line)
             assert asked.status == "ok", asked.text
             assert expected in asked.text, line
             assert not cell.reply
-        wrong = front.run("%mesh stacks 7", timeout_s=20)
+        wrong = front.run("%mesh stacks 7")
         assert "MeshShapeError: rank 7 is not in this mesh of 2 ranks (0-1)" in wrong.traceback
         assert not cell.reply
     assert cell.status == "error"
     # Those that overtook it took no number away, and the kernel goes on as if they had not been.
     assert front.run("rank + 40").reply["execution_count"] == cell.reply["execution_count"] + 1
     assert "Nothing runs" in front.run("%mesh why").text
+
+
+def test_logs_are_followed_beside_a_cell_until_stop_has_ended_it(front: FrontEnd) -> None:
+    front.run("print('followed')")
+    with hanging(front) as cell:
+        following = front.send("%mesh logs -f --grep ^followed --since 1h")
+        front.wait_until_shown(following, lambda following: "] followed" in following.stdout)
+        assert not cell.reply
+    assert front.wait(following).status == "ok", following.text
 
 
 def test_cells_that_are_sent_together_keep_their_order(front: FrontEnd) -> None:

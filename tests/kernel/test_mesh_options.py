@@ -58,6 +58,6 @@ def test_what_is_not_given_stays_as_the_old_mesh_has_it() -> None:
     options = MeshOptions(device="cpu", end_on_error=False, keep=True)
     assert options.spec_fields() == {"device": "cpu", "end_on_error": False}
     assert options.spec_fields(SPEC) == {
-        "engine": "local", "num_hosts": 1, "start_method": "fork", "device": "cpu", "end_on_error": False,
+        "engine": "local", "on": "", "num_hosts": 1, "start_method": "fork", "device": "cpu", "end_on_error": False,
         "process_group": True, "torch": True,
     }  # fmt: skip

@@ -5,15 +5,28 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 from meshbook.controller.starting import attach
 from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
 
 NUM_LINES = 400
-# Numbered lines, some hundreds per second, so that the kernel dies in the middle of them. Of one rank: how those of two
-# are folded depends on how far the ranks are apart.
-COUNTS = f"for n in range({NUM_LINES} if rank == 0 else 0):\n    print('line', n, flush=True)\n    time.sleep(0.004)\n"
+
+
+def counting(gate: Gate) -> str:
+    """A loop of numbered lines, some hundreds per second, so that the kernel dies in the middle of them.
+
+    The last hundred wait for the gate, which is opened when the kernel is dead, however late the test came to kill it.
+    Of one rank: how those of two are folded depends on how far the ranks are apart.
+    """
+    return (
+        f"for n in range({NUM_LINES} if rank == 0 else 0):\n"
+        "    print('line', n, flush=True)\n"
+        "    time.sleep(0.004)\n"
+        f"    if n >= {NUM_LINES - 100}:\n"
+        f"        {gate.wait}\n"
+    )
 
 
 def numbers(text: str) -> list[int]:
@@ -33,7 +46,7 @@ def wait_until_ended(name: str) -> None:
     """Wait for the end of the last cell of a mesh, as somebody who only looks on."""
     mesh = attach(name, observer=True)
     try:
-        wait_until(lambda: mesh.history()[-1].status != "running", 30, "the end of the cell")
+        wait_until(lambda: mesh.history()[-1].status != "running", 60, "the end of the cell")
     finally:
         mesh.session.close()
 
@@ -43,13 +56,15 @@ def end(front: FrontEnd) -> None:
     front.manager.shutdown_kernel()
 
 
-def test_no_line_is_lost_when_the_kernel_is_killed_while_a_cell_prints(run: object) -> None:
+def test_no_line_is_lost_when_the_kernel_is_killed_while_a_cell_prints(run: object, gate: Gate) -> None:
     with kernel() as front:
         front.run("import time")
         name = front.value("get_ipython().meshbook.mesh.name")
-        cell = front.send(f"{COUNTS}rank * 10")
+        cell = front.send(f"{counting(gate)}{gate.wait}\nrank * 10")
         front.wait_until_shown(cell, lambda cell: "line 50\n" in cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
+        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
+        gate.open()
         wait_until_ended(name)
         front = again(front, kill=False)
         first = front.run("%%controller\n'back'")
@@ -70,13 +85,20 @@ def test_no_line_is_lost_when_the_kernel_is_killed_while_a_cell_prints(run: obje
         end(front)
 
 
-def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live(run: object, gate: Gate) -> None:
+def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live(
+    run: object, gate: Gate, tmp_path: Path
+) -> None:
+    last_lines = Gate(tmp_path / "last lines")
     with kernel() as front:
         front.run("import time")
-        cell = front.send(f"print('before', flush=True)\n{COUNTS}{gate.wait}\nprint('after')\nif rank == 1: 1 / 0")
+        lines = f"print('before', flush=True)\n{counting(last_lines)}"
+        cell = front.send(f"{lines}{gate.wait}\nprint('after')\nif rank == 1: 1 / 0")
         front.wait_until_shown(cell, lambda cell: "line 50\n" in cell.stdout)
         seen = numbers(cell.stdout)
-        front = again(front)
+        os.kill(front.pid, signal.SIGKILL)
+        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
+        last_lines.open()
+        front = again(front, kill=False)
         first = front.run("%%controller\n'back'")
         assert "cell 2 from before the kernel's restart still runs on ranks 0-1" in first.notes
         assert "its whole output until now: %mesh history 2" in first.notes
@@ -126,15 +148,15 @@ def test_a_cell_that_failed_without_its_kernel_says_so_and_its_error_is_there(ru
         )
         front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: has_exited(front.pid), 10, "the end of the kernel")
+        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
         gate.open()
         wait_until_ended(name)
         front = again(front, kill=False)
         assert "cell 2 went on without the notebook: failed after" in front.run("'back'").notes
         # The new kernel counts from 1 again: neither cell 2 is taken for the other.
-        front.run("print('of the new kernel')")
+        front.run("if rank == 0: print('of the new kernel')")
         latest = front.run("%mesh history 2")
-        assert latest.stdout == "of the new kernel\n"
+        assert latest.stdout == "[0] of the new kernel\n"
         assert "an earlier cell had the same number: %mesh history 2 --all" in latest.notes
         shown = front.run("%mesh history 2 --all")
         assert shown.status == "ok"
@@ -147,21 +169,22 @@ def test_a_cell_that_failed_without_its_kernel_says_so_and_its_error_is_there(ru
 
 
 def test_the_history_marks_cells_with_output_and_says_of_which_it_has_some(shared: FrontEnd) -> None:
-    printed = shared.run("for n in range(3): print('kept', n)").reply["execution_count"]
+    printed = shared.run("for n in range(3 * (rank == 0)): print('kept', n)").reply["execution_count"]
     valued = shared.run("rank + 5").reply["execution_count"]
     quiet = shared.run("silent = 1").reply["execution_count"]
     rows = {line.split()[0]: line for line in shared.run("%mesh history").text.splitlines() if line[:1].isdecimal()}
     assert re.search(r"ok +3 lines +for n in", rows[str(printed)])
     assert re.search(r"ok +kept +rank \+ 5", rows[str(valued)])
     assert re.search(r"ok +silent = 1", rows[str(quiet)])
-    assert shared.run(f"%mesh history {printed}").stdout == "kept 0\nkept 1\nkept 2\n"
+    kept = "[0] kept 0\n[0] kept 1\n[0] kept 2\n"
+    assert shared.run(f"%mesh history {printed}").stdout == kept
     assert "[0] 5\n[1] 6" in shared.run(f"%mesh history {valued}").text
     missing = shared.run("%mesh history 9999")
     assert missing.reply["ename"] == "UsageError"
     assert re.search(rf"no output of a cell 9999 is kept; it is of cells: .*{quiet}", missing.reply["evalue"])
     assert "%mesh history [N]" in shared.run("%mesh history seven").reply["evalue"]
     assert f"cell {printed}\n" not in shared.run(f"%%controller\nmesh.history({printed}).text").text
-    assert shared.value(f"mesh.history({printed}).text") == "kept 0\nkept 1\nkept 2\n"
+    assert shared.value(f"mesh.history({printed}).text") == kept
 
 
 def test_displays_of_a_past_cell_are_shown_as_they_were_last_and_the_cells_own_are_left_alone(shared: FrontEnd) -> None:
@@ -184,7 +207,8 @@ def test_displays_of_a_past_cell_are_shown_as_they_were_last_and_the_cells_own_a
 
 def test_a_page_that_is_reloaded_while_a_cell_runs_is_shown_where_its_output_is(shared: FrontEnd, gate: Gate) -> None:
     assert "reloaded" not in shared.run("1 + 1").notes
-    running = shared.send(f"print('before the reload', flush=True)\n{gate.wait}\nprint('after the reload')")
+    say = "if rank == 0: print"
+    running = shared.send(f"{say}('before the reload', flush=True)\n{gate.wait}\n{say}('after the reload')")
     queued = shared.send("print('the next one')")
     shared.wait_until_shown(running, lambda cell: "before the reload" in cell.stdout)
     page = FrontEnd(shared.manager, own_session=True)
@@ -197,7 +221,7 @@ def test_a_page_that_is_reloaded_while_a_cell_runs_is_shown_where_its_output_is(
             f"the page was opened or reloaded while cells {number}-{number + 1} ran; their whole output: "
             f"%mesh history {number}, %mesh history {number + 1}"
         )
-        assert page.run(f"%mesh history {number}").stdout == "before the reload\nafter the reload\n"
+        assert page.run(f"%mesh history {number}").stdout == "[0] before the reload\n[0] after the reload\n"
         assert "reloaded" not in page.run("'here'").notes
         assert "reloaded" not in shared.run("1 + 1").notes
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshbook.kernel import transform
-from meshbook.kernel.transform import pad_to_cell_lines, plan_cell, rewrite
+from meshbook.kernel.transform import CellPlan, pad_to_cell_lines, plan_cell, rewrite
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,11 @@ def test_an_extension_is_loaded_on_both_sides() -> None:
 def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
     decided = plan_cell("%cd /tmp")
     assert (decided.target, decided.local_source, decided.remote_source) == ("both", "%cd -q /tmp\n", "%cd /tmp")
+
+
+def test_a_question_about_a_cell_magic_of_meshbooks_is_answered_here() -> None:
+    for source in ("%%mesh?", "%%controller?", "?%%mesh"):
+        assert plan_cell(source) == CellPlan("here", local_source=source)
 
 
 @pytest.mark.parametrize(

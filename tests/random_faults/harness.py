@@ -6,7 +6,6 @@ not end is broken off by the deadline, with the stacks of this process and of th
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
+from meshbook.wire.process_control import kill_supervisor
 from meshbook.wire.stop_timing import SECOND_INTERRUPT_S
 from tests.random_faults import operators
 
@@ -238,4 +238,4 @@ def stacks(mesh: Mesh | None) -> str:
 def end_supervisor(mesh: Mesh | None) -> None:
     if mesh is not None:
         with suppress(OSError):
-            os.kill(mesh.session.info.supervisor_pid, signal.SIGKILL)
+            kill_supervisor(mesh.session.info.supervisor_pid)

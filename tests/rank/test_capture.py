@@ -16,7 +16,7 @@ import pytest
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire.messages import ClearOutput, Display, Notice, OutputItem, Text
 
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 
 def with_output(test: Callable[[OutputBuffer], None]) -> Callable[[], None]:
@@ -231,7 +231,7 @@ def test_uninstall_gives_streams_and_descriptors_back() -> None:
     assert os.fstat(1).st_ino == identity
     assert text_of(output.pop_items()) == "captured\n"
     del output
-    assert set(os.listdir("/proc/self/fd")) == open_before
+    wait_until(lambda: set(os.listdir("/proc/self/fd")) <= open_before)  # other threads may be using some of their own
 
 
 @with_output

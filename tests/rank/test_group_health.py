@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import DistBackendError
 
 from meshbook.errors import CollectiveAborted, RankLost
+from meshbook.rank.process_groups import exit_questions, group_health
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.rank.process_groups.generation import Generation
 from meshbook.rank.process_groups.group_health import GroupHealth
 from meshbook.rank.process_groups.group_reports import (
     GroupReport,
@@ -19,6 +24,7 @@ from meshbook.rank.process_groups.group_reports import (
     ranks_by_name,
 )
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
+from meshbook.wire.messages import TransportFailed
 
 
 class Operation:
@@ -60,6 +66,18 @@ def new_health() -> GroupHealth:
 def finish_failed(health: GroupHealth, error: BaseException, work: Any = None, *, launched: bool) -> BaseException:
     record = health.ring.begin("all_reduce", health.label)
     return health.finish_failed(record, error, health.connection_version, work, launched=launched)
+
+
+def test_an_error_of_nccl_at_the_launch_breaks_the_group_and_wrong_arguments_do_not() -> None:
+    health = new_health()
+    wrong = ValueError("tensors must have the same dtype")
+    assert finish_failed(health, wrong, launched=False) is wrong
+    assert health.failure is None
+    nccl = DistBackendError("NCCL error: remote process exited or there was a network error")
+    health._failed_event.set()  # the supervisor need not be waited for
+    assert finish_failed(health, nccl, launched=False) is nccl
+    assert health.failure is not None
+    assert "NCCL error: remote process exited" in health.failure.reason
 
 
 def test_an_operation_that_fails_at_once_twice_has_failed() -> None:
@@ -117,6 +135,58 @@ def test_the_error_of_an_abort_replaces_that_of_the_closed_connection() -> None:
     health.invalidate(GroupFailure("rank 1 is gone", RankLost("rank 1 is gone")))
     raised = finish_failed(health, RuntimeError("Connection closed by peer"), launched=True)
     assert type(raised) is RankLost
+
+
+class Answers:
+    """The supervisor's: every question is answered at once, after this was done."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.before, self.num_asked = before, 0
+        self.questions = ExitQuestions(0, self.ask)
+
+    def ask(self, question: TransportFailed) -> None:
+        self.num_asked += 1
+        self.before()
+        self.questions.answer(question.number)
+
+
+@pytest.fixture
+def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_health, "ASK_REASON_AFTER_S", 0.0)
+
+
+@pytest.mark.usefixtures("asks_at_once")
+def test_a_collective_that_fails_without_a_reason_asks_and_raises_the_one_that_comes() -> None:
+    health = new_health()
+    gone = GroupFailure("rank 1 is gone", RankLost("rank 1 is gone"))
+    health.exits = Answers(lambda: health.invalidate(gone)).questions
+    assert type(finish_failed(health, RuntimeError("Connection closed by peer"), launched=True)) is RankLost
+
+
+@pytest.mark.usefixtures("asks_at_once")
+def test_a_collective_that_fails_while_all_ranks_live_raises_its_own_error() -> None:
+    health, closed = new_health(), RuntimeError("Connection closed by peer")
+    health.exits = Answers().questions
+    assert finish_failed(health, closed, launched=True) is closed
+
+
+def test_wrong_arguments_are_not_asked_about() -> None:
+    health, answers = new_health(), Answers()
+    health.exits = answers.questions
+    finish_failed(health, ValueError("sizes differ"), launched=False)
+    assert answers.num_asked == 0
+
+
+def test_a_supervisor_that_answers_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_questions, "REASON_TIMEOUT_S", 0.0)
+    ExitQuestions(0, lambda question: None).wait_until_reported(lambda: False)
+
+
+def test_a_group_that_cannot_connect_because_a_rank_has_ended_says_so() -> None:
+    generation = Generation(Answers(lambda: generation.fail(gone)).questions)  # type: ignore[arg-type, return-value]
+    gone = GroupFailure("rank 1 is gone", RankLost("rank 1 is gone"))
+    with pytest.raises(RankLost), generation.rendezvous():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
 
 def test_an_operation_of_former_connections_does_not_break_the_new_ones() -> None:

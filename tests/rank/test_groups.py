@@ -18,11 +18,12 @@ import pytest
 
 from meshbook.errors import MeshShapeError, RankLost
 from meshbook.rank.process_groups import positions
-from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World
+from tests.ports import unused_port
+from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World, wait_until_stuck
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
 # what cannot be an accident of a busy machine: far less than the 1,800 s that gloo itself would wait.
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,8 @@ def get_stuck(world: World, kind: str) -> list[RankHandle]:
     for member in world.members:
         member.start(wait_in, kind)
     assert world.members[-1].result() == "stayed away"
+    if kind == "ddp":  # whose model is made with collectives of its own
+        wait_until_stuck(world.members[:-1])
     for member in world.members[:-1]:
         member.wait_until_stuck()
     return world.members[:-1]
@@ -385,8 +388,7 @@ def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step
     assert isinstance(error, RuntimeError)
     assert str(error) == (
         "all_reduce cannot run: the process group of ranks 0-2 is broken (rank 2 was killed by SIGKILL). It is formed "
-        "again before the next cell: run the cell again. If a rank is gone, that takes a new mesh: %mesh stop, then "
-        "%mesh start"
+        "again before the next cell: run the cell again. If a rank is gone: %mesh heal"
     )
 
 
@@ -515,8 +517,7 @@ def test_a_killed_member_is_replaced_and_training_goes_on_as_if_nothing_had_happ
         for member in (world.members[0], world.members[2], world.members[3]):
             member.start(step)
         world.members[1].run(stay_away_from_step)
-        for rank in (0, 2, 3):
-            world.members[rank].wait_until_stuck()
+        wait_until_stuck([world.members[rank] for rank in (0, 2, 3)])
         world.members[1].kill()
         lost = RankLost("rank 1 was killed by SIGKILL", ranks=[1], signal="SIGKILL")
         for rank in (0, 2, 3):
@@ -539,6 +540,7 @@ def test_a_killed_member_is_replaced_and_training_goes_on_as_if_nothing_had_happ
 
 def test_survivors_learn_the_reason_even_if_the_dead_ranks_connections_close_first(trio: World) -> None:
     """gloo says at once that a connection was closed; the one who knows why speaks a moment later."""
+    trio.run(wait_for_reasons)
     stuck = get_stuck(trio, "all_reduce")
     trio.members[-1].kill()
     for member in stuck:
@@ -546,6 +548,13 @@ def test_survivors_learn_the_reason_even_if_the_dead_ranks_connections_close_fir
         member.run_in_service_thread(sever, RankLost("rank 2 was killed"))
     for member in stuck:
         assert type(member.error(SOON_S)) is RankLost
+
+
+def wait_for_reasons(here: RankContext) -> None:
+    """Have a collective that failed wait for the reason for as long as it takes to tell it."""
+    from meshbook.rank.process_groups import group_health
+
+    group_health.ASK_REASON_AFTER_S = SOON_S  # type: ignore[misc]
 
 
 def wait_for_gloo_to_notice(here: RankContext) -> None:
@@ -585,23 +594,27 @@ def failed_collectives(here: RankContext) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", ["async", "functional", "dtensor"])
 def test_a_collective_that_failed_is_not_taken_for_a_success_before_its_reason_is_known(trio: World, kind: str) -> None:
     """Else it counts as joined, and a member that still waits in it is never released."""
+    trio.run(wait_for_reasons)
     stuck = get_stuck(trio, kind)
     trio.members[-1].kill()
     for member in stuck:
         member.run_in_service_thread(wait_for_gloo_to_notice)
         assert member.run_in_service_thread(failed_collectives) == [(1,)]
+        member.run_in_service_thread(sever, RankLost("rank 2 was killed"))
     for member in stuck:
-        assert isinstance(member.error(SOON_S), RuntimeError)
+        assert type(member.error(SOON_S)) is RankLost
 
 
 def test_a_receive_that_failed_is_under_way_until_its_reason_is_known(trio: World) -> None:
+    trio.run(wait_for_reasons)
     stuck = get_stuck(trio, "recv")
     trio.members[-1].kill()
     for member in stuck:
         member.run_in_service_thread(wait_for_gloo_to_notice)
         assert member.run_in_service_thread(last_entry)[2] == ["recv"]
+        member.run_in_service_thread(sever, RankLost("rank 2 was killed"))
     for member in stuck:
-        assert isinstance(member.error(SOON_S), RuntimeError)
+        assert type(member.error(SOON_S)) is RankLost
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -658,8 +671,8 @@ def test_after_a_break_in_the_middle_of_a_step_the_same_objects_train_again(trio
         for member in trio.members:
             member.start(break_in, kind, phase)
         assert trio.members[2].result() == "left"
+        wait_until_stuck(trio.members[:2])
         for member in trio.members[:2]:
-            member.wait_until_stuck()
             member.run_in_service_thread(sever, RankLost("gone"))
         for member in trio.members[:2]:
             assert type(member.error(SOON_S)) is RankLost
@@ -912,9 +925,7 @@ def world_of_the_users_own(here: RankContext, port: int) -> float:
 
 
 def test_a_user_may_leave_our_world_for_one_of_their_own_and_come_back(trio: World) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    assert trio.run(world_of_the_users_own, port) == [6.0, 6.0, 3.0]
+    assert trio.run(world_of_the_users_own, unused_port()) == [6.0, 6.0, 3.0]
     trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
@@ -988,4 +999,36 @@ def test_an_abort_that_comes_before_its_groups_are_formed_keeps_them_from_waitin
     with pytest.raises(FunctionFailed, match=f"rank 9 was lost in generation {trio.generation + 1}"):
         trio.form_groups()
     trio.form_groups()
+    assert trio.run(total) == [18.0] * 3
+
+
+def begin_abort(here: RankContext, number: int) -> None:
+    """Begin an abort whose thread gets no time from the system once it has recorded why, until `end_abort`."""
+    may_end, has_begun = threading.Event(), threading.Event()
+    health = next(iter(here.groups.table)).health
+    invalidate = health.invalidate
+
+    def invalidate_late(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is thread:
+            has_begun.set()
+            assert may_end.wait(SOON_S)
+        invalidate(*args, **kwargs)
+
+    health.invalidate = invalidate_late
+    thread = threading.Thread(target=abort_generation, args=(here, number))
+    here.stored |= {"may_end": may_end, "thread": thread}
+    thread.start()
+    assert has_begun.wait(SOON_S)
+
+
+def end_abort(here: RankContext) -> None:
+    here.stored["may_end"].set()
+    here.stored["thread"].join()
+
+
+def test_an_abort_that_is_under_way_while_groups_are_formed_again_leaves_the_new_ones_alone(trio: World) -> None:
+    trio.members[0].run_in_service_thread(begin_abort, trio.generation)
+    trio.form_groups()
+    trio.members[0].run_in_service_thread(end_abort)
+    assert trio.run(is_broken) == [False] * 3
     assert trio.run(total) == [18.0] * 3

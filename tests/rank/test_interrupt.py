@@ -17,10 +17,12 @@ import pytest
 from meshbook.rank import interrupt
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.wire.interrupt_points import can_interrupt
+from tests.standstill import starved
 
 
 @pytest.fixture
-def gate() -> Iterator[InterruptGate]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptGate]:
+    monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", 60.0)  # what is to be one stop is, however slow the machine
     gate = InterruptGate()
     gate.install()
     yield gate
@@ -40,6 +42,46 @@ def test_sigint_raises_while_armed(gate: InterruptGate) -> None:
     gate.disarm()
     gate.end()
     assert (gate.num_raised, gate.num_missed) == (1, 0)
+
+
+REPEATED_LATE = """
+    import signal, time
+    from meshbook.rank.interrupt import InterruptGate
+
+    gate = InterruptGate()
+    gate.install()
+    gate.call_id = "c"
+    input()
+    gate.begin()
+    gate.arm()
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        signal.raise_signal(signal.SIGINT)
+        print("cleaned up")
+"""
+
+
+def test_a_repeated_sigint_does_not_raise_again_because_the_rank_got_no_processor_between_them() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(REPEATED_LATE)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with starved(process.pid):
+        out, err = process.communicate(b"\n", timeout=60)
+    assert out == b"cleaned up\n", err
+
+
+def test_sigint_arrives_though_whoever_started_the_process_had_blocked_it() -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    gate = InterruptGate()
+    try:
+        gate.install()
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        gate.uninstall()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_sigint_outside_of_calls_is_counted_and_forgotten(gate: InterruptGate) -> None:

@@ -18,7 +18,7 @@ from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.previews import introspection
 from meshbook.wire.messages import Preview, RunCell
 
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 CELL = '''
 import collections

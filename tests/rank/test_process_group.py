@@ -18,7 +18,7 @@ import pytest
 from tests.rank.worlds import ForkServer, RankContext, World
 
 # Seconds that a wait which works never takes.
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

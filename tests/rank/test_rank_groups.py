@@ -26,7 +26,7 @@ class Rank:
         unused: Any = None
         self.state = CallState(0)
         self.groups: Any = RankGroups(
-            config, "cpu", self.state, unused, unused, running_file=lambda: None, describe_error=unused
+            config, "cpu", self.state, unused, unused, unused, running_file=lambda: None, describe_error=unused
         )
         self.groups._groups, self.groups._store = ProcessGroups(self.groups.ring), object()
         self.state.groups_forming()

@@ -17,12 +17,14 @@ from meshbook.errors import ProtocolError
 from meshbook.rank import service
 from meshbook.rank.call_state import CallState
 from meshbook.rank.checkpoints.door import CheckpointDoor
+from meshbook.rank.outbox import Outbox
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preemption import PreemptionPoint, TerminationSignal
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
 from meshbook.wire import codec, messages, spawn
+from meshbook.wire.link import Link
 
 WAIT_MS = 30_000
 
@@ -60,6 +62,7 @@ class Host:
     def __init__(self, folder: Path, rank: Rank) -> None:
         self.rank = rank
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.link = Link()
         self.service, self.work = (self.context.socket(zmq.ROUTER) for _ in range(2))
         addresses = [f"ipc://{folder}/{name}.sock" for name in ("service", "work")]
         for socket, address in zip((self.service, self.work), addresses, strict=True):
@@ -80,7 +83,7 @@ class Host:
         self.answers: dict[type, Callable[[Any], Any]] = {messages.PreviewNames: lambda ask: {}}
         parts: Any = rank
         nothing: Any = None
-        self.checkpoints = CheckpointDoor(0, "cpu", {}, nothing)
+        self.outbox = Outbox()
         self.thread = Service(
             self.context,
             reported,
@@ -93,8 +96,10 @@ class Host:
             snapshotter=nothing,
             query_handlers=self.answers,
             interrupt_call=nothing,
+            leave_debugger=nothing,
             running_file=lambda: None,
-            checkpoints=self.checkpoints,
+            checkpoints=CheckpointDoor(0, "cpu", {}, nothing, self.outbox),
+            outbox=self.outbox,
             preemption=PreemptionPoint(),
             termination=TerminationSignal(),
         )
@@ -105,7 +110,10 @@ class Host:
         self.service.send_multipart([b"r0", *frames])
 
     def tell(self, command: Any) -> None:
-        self.send(*codec.encode(command))
+        self.tell_body(codec.encode_body(command))
+
+    def tell_body(self, body: bytes) -> None:
+        self.send(self.link.number(body), body)
 
     def hear(self, kind: type, which: Callable[[Any], bool] = lambda report: True) -> Any:
         """The next report of this kind; others are dropped."""
@@ -120,9 +128,9 @@ class Host:
         self.output.wake()
         assert self.thread.thread is not None
         self.thread.thread.join(30)
-        self.thread._socket.close(linger=0)
+        self.thread._socket.close()
         self.context.destroy(linger=0)
-        self.checkpoints.outbox.close()
+        self.outbox.close()
 
 
 @pytest.fixture
@@ -160,7 +168,7 @@ def test_a_command_that_fails_is_told_once_and_the_thread_goes_on(host: Host, ra
 
 
 def test_a_message_that_cannot_be_read_does_not_end_the_thread(host: Host) -> None:
-    host.send(codec.PROTOCOL, b"\xc1")
+    host.tell_body(b"\xc1")
     failed = host.hear(messages.ServiceFailed)
     assert (failed.activity, failed.error.partition(":")[0]) == ("reading a message", ProtocolError.__name__)
     host.hear(messages.RankHeartbeat)
@@ -222,7 +230,7 @@ def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(monkeypatch: pytest.M
 
 def test_what_a_thread_reports_of_a_checkpoint_is_sent(host: Host) -> None:
     for number in range(3):
-        host.checkpoints.outbox.put(messages.CheckpointWritten(rank=0, save=f"a-{number}", generation=1))
+        host.outbox.put(messages.CheckpointWritten(rank=0, save=f"a-{number}", generation=1))
     assert [host.hear(messages.CheckpointWritten).save for _ in range(3)] == ["a-0", "a-1", "a-2"]
 
 

@@ -23,15 +23,16 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.ids import CallId
-from meshbook.rank.cells import shell_storage, tracebacks
+from meshbook.rank import interrupt
+from meshbook.rank.cells import shell_commands, shell_storage, tracebacks
 from meshbook.rank.cells.code_runner import CellRun, CodeRunner
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preload import preload
-from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
+from meshbook.wire.messages import ClearOutput, DebuggerStop, Display, RankError, RunCell, Text
 
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 
 class Rank:
@@ -301,6 +302,15 @@ def test_without_a_name_equal_cells_have_equal_names_on_every_rank(rank: Rank) -
     assert rank.error("1 / 0", execution_count=5).frames == first.frames
 
 
+def test_an_instruction_without_a_line_fails_where_its_function_begins(rank: Rank) -> None:
+    """As an interrupt may, between the lines of `with` or `for`."""
+    source = (
+        "def fails():\n    raise ValueError('odd')\nfails.__code__ = fails.__code__.replace(co_linetable=b'')\nfails()"
+    )
+    error = rank.error(source, execution_count=6)
+    assert [(frame.line, frame.function) for frame in error.frames] == [(4, "<module>"), (1, "fails")]
+
+
 def test_frames_of_libraries_are_shown(rank: Rank) -> None:
     error = rank.error("import json\njson.loads('{')")
     assert error.frames[0].function == "<module>"
@@ -399,14 +409,16 @@ def test_of_a_stop_deep_in_a_library_few_frames_are_drawn_and_tb_has_them_all(ra
     assert rank.said().count("encoder.py") > 1
 
 
-def test_debug_and_breakpoints_say_how_to_look_instead_of_waiting_for_a_terminal(rank: Rank) -> None:
+def test_debug_and_breakpoints_say_how_to_look_where_nobody_gives_commands(rank: Rank) -> None:
     rank.shell.bind_presets(rank=2)
     rank.ok("%debug")
     assert "Nothing has failed" in rank.said()
     for source in ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"):
         error = rank.error(source)
-        assert "Rank 2 has no terminal" in error.evalue
+        assert "Rank 2 has nobody to give the debugger commands here" in error.evalue
+        assert "MESHBOOK_BREAKPOINT=0" in error.evalue
         assert "%%mesh --ranks 2" in error.evalue
+    assert "cannot stop at its first line" in rank.error("1", stop_first=True).evalue
     rank.error("secret = 41\n1 / 0")
     rank.ok("%debug")
     said = rank.said()
@@ -414,9 +426,134 @@ def test_debug_and_breakpoints_say_how_to_look_instead_of_waiting_for_a_terminal
     assert "%%mesh --ranks 2" in said
 
 
-def test_breakpoints_are_passed_by_where_python_is_told_so(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+@pytest.mark.parametrize("variable", ["PYTHONBREAKPOINT", "MESHBOOK_BREAKPOINT"])
+def test_breakpoints_are_passed_by_where_the_environment_says_so(
+    rank: Rank, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
     assert rank.ok("breakpoint()\n5").result == 5
+
+
+class Dialogue:
+    """Gives the debugger of a rank commands, and stores what it said before each."""
+
+    def __init__(self, rank: Rank, *commands: str) -> None:
+        self.commands = list(commands)
+        self.stops: list[DebuggerStop] = []
+        rank.shell.terminal.can_ask = lambda: True
+        rank.shell.terminal.ask_command = self.ask
+
+    def ask(self, stop: DebuggerStop) -> str:
+        self.stops.append(stop)
+        if not self.commands:
+            raise EOFError
+        return self.commands.pop(0)
+
+
+def test_a_breakpoint_stops_in_the_cells_frame_and_the_cell_goes_on(rank: Rank) -> None:
+    dialogue = Dialogue(rank, "p x", "x = 7", "n", "c")
+    run = rank.ok("def f(x):\n    breakpoint()\n    y = x + 1\n    return y\nf(5)", execution_count=4)
+    assert run.result == 8
+    first, answer, changed, stepped = dialogue.stops
+    assert first.place == "cell 4, line 3 in f"
+    assert first.text == "stopped at cell 4, line 3 in f · x=5\n-> y = x + 1\n"
+    assert answer.text == "5\n"
+    assert changed.text == ""
+    assert stepped.text == "stopped at cell 4, line 4 in f · x=7 · y=8\n-> return y\n"
+
+
+def test_where_shows_the_users_frames_only(rank: Rank) -> None:
+    dialogue = Dialogue(rank, "w", "c")
+    rank.ok("def f():\n    breakpoint()\n    return 1\nf()", execution_count=4)
+    places = [line for line in dialogue.stops[1].text.splitlines() if not line.startswith("->")]
+    assert places == ["  cell 4, line 4", "> cell 4, line 3 in f"]
+
+
+def test_a_step_out_of_the_last_line_ends_the_cell_and_the_next_is_not_traced(rank: Rank) -> None:
+    Dialogue(rank, *["s"] * 30)
+    assert rank.ok("breakpoint()\na = 1\nb = 2\na + b").result == 3
+    assert sys.gettrace() is None
+    dialogue = Dialogue(rank)
+    assert rank.ok("a * 10").result == 10
+    assert dialogue.stops == []
+
+
+def test_breakpoints_of_the_debugger_end_with_the_cell(rank: Rank) -> None:
+    dialogue = Dialogue(rank, "b 4", "c", "c")
+    rank.ok("breakpoint()\na = 1\na = 2\na = 3", execution_count=4)
+    assert [stop.place for stop in dialogue.stops] == ["cell 4, line 2"] * 2 + ["cell 4, line 4"]
+    assert sys.gettrace() is None
+    later = Dialogue(rank)
+    rank.ok("a = 1\na = 1\na = 1\na = 1", execution_count=4)
+    assert later.stops == []
+
+
+def test_a_cell_goes_on_when_its_debuggers_client_has_left(rank: Rank) -> None:
+    dialogue = Dialogue(rank)
+    assert rank.ok("for i in range(3):\n    breakpoint()\ni").result == 2
+    assert len(dialogue.stops) == 3
+
+
+def test_a_cell_stops_at_its_first_line(rank: Rank) -> None:
+    dialogue = Dialogue(rank, "n", "p a", "c")
+    assert rank.ok("a = 1\na + 1", execution_count=4, stop_first=True).result == 2
+    assert [stop.place for stop in dialogue.stops] == ["cell 4, line 1", "cell 4, line 2", "cell 4, line 2"]
+    assert dialogue.stops[2].text == "1\n"
+
+
+def test_debug_looks_into_the_frames_of_the_last_failure(rank: Rank) -> None:
+    rank.error("def f(secret):\n    return 1 / 0\nf(41)", execution_count=4)
+    dialogue = Dialogue(rank, "p secret", "u", "c")
+    rank.ok("%debug")
+    first, answer, up = dialogue.stops
+    assert first.text.startswith("ZeroDivisionError: division by zero\nstopped at cell 4, line 2 in f · secret=41\n")
+    assert answer.text == "41\n"
+    assert up.place == "cell 4, line 3"
+
+
+def test_pdb_on_opens_the_debugger_at_each_failure_and_the_failure_is_still_the_cells(rank: Rank) -> None:
+    rank.ok("%pdb on")
+    dialogue = Dialogue(rank, "p 1 + 1", "c")
+    assert rank.error("1 / 0").ename == "ZeroDivisionError"
+    assert dialogue.stops[1].text == "2\n"
+    rank.ok("%pdb off")
+    assert rank.error("1 / 0").ename == "ZeroDivisionError"
+    assert len(dialogue.stops) == 2
+
+
+def test_a_stop_at_the_prompt_ends_the_cell_at_the_users_line(rank: Rank) -> None:
+    dialogue = Dialogue(rank)
+
+    def interrupt(stop: DebuggerStop) -> str:
+        raise KeyboardInterrupt
+
+    rank.shell.terminal.ask_command = interrupt
+    run = rank.run("def f():\n    breakpoint()\n    return 1\nf()")
+    assert run.status == "interrupted"
+    assert run.error is not None
+    assert [frame.function for frame in run.error.frames] == ["<module>", "f"]
+    assert sys.gettrace() is None
+    assert dialogue.stops == []
+
+
+def test_a_child_process_and_another_thread_cannot_stop_at_breakpoints(rank: Rank) -> None:
+    Dialogue(rank, "c")
+    source = """
+    import threading
+    told = []
+    def work():
+        try:
+            breakpoint()
+        except Exception as error:
+            told.append(str(error))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    """
+    rank.ok(source)
+    assert "on the main thread" in rank.ok("told[0]").result
+    status = rank.ok("import os\npid = os.fork()\nif not pid:\n    work()\n    os._exit(len(told))\nos.waitpid(pid, 0)")
+    assert os.waitstatus_to_exitcode(status.result[1]) == 2
 
 
 def test_enormous_messages_and_deep_recursions_are_told_in_bounds(rank: Rank) -> None:
@@ -508,7 +645,8 @@ def test_sigint_ends_a_shell_command_with_its_children_and_the_cell(rank: Rank) 
         os.kill(pid, 0)
 
 
-def test_code_that_catches_the_interrupt_goes_on(rank: Rank) -> None:
+def test_code_that_catches_the_interrupt_goes_on(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", DEADLINE_S)  # what is repeated is the same stop
     run = rank.interrupted_cell(
         "import time\ntry:\n    print('ready')\n    time.sleep(1000)\nexcept KeyboardInterrupt:\n    saved = 1\nsaved"
     )
@@ -622,6 +760,22 @@ def test_a_shell_commands_output_can_be_assigned(rank: Rank) -> None:
     run = rank.ok("lines = !printf 'a\\nb\\n'\nlines")
     assert list(run.result) == ["a", "b"]
     assert run.bound == ("lines",)
+
+
+def test_what_a_shell_command_prints_just_before_it_ends_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = os.openpty()
+    process = subprocess.Popen(["echo", "said"], stdout=slave)
+
+    def find_nothing(*_: Any) -> tuple[list[int], list[int], list[int]]:
+        """There is nothing to read yet; before anybody looks again, the command prints and ends."""
+        monkeypatch.undo()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", find_nothing)
+    assert b"".join(shell_commands._read_chunks(master, process)) == b"said\r\n"
+    os.close(master)
+    os.close(slave)
 
 
 def test_shell_commands_see_no_keyboard(rank: Rank) -> None:

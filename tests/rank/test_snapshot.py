@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
@@ -145,8 +146,9 @@ def test_a_cell_that_awaits_shows_where_though_it_is_on_no_stack() -> None:
         """The main thread's stack once it waits in its loop, or after 30 s as it is then."""
         deadline = time.monotonic() + 30
         while True:
+            waits = inspect.getcoroutinestate(coroutine) == inspect.CORO_SUSPENDED
             stack = snapshot.collect_thread_stacks(main, coroutine)[0]
-            if stack.frames[0].function == "cell" or time.monotonic() > deadline:
+            if (waits and stack.frames[0].function == "cell") or time.monotonic() > deadline:
                 return stack
 
     async def look_from_another_thread(main: int) -> ThreadStack:

@@ -15,7 +15,9 @@ from torch.distributed import DistStoreError
 
 from meshbook.rank.process_groups.store import MeshStore
 from meshbook.supervisor.store import StoreServer
+from meshbook.wire import keys
 from meshbook.wire.loop import Loop
+from tests.connections import cut
 
 
 class Served:
@@ -25,6 +27,8 @@ class Served:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.loop = Loop()
         self.server = StoreServer(self.loop, self.context, f"ipc://{folder}/store.sock", "token")
+        curve_keys = keys.new_curve_keys()
+        self.tcp = (self.server.listen("127.0.0.1", curve_keys), curve_keys[0].decode())  # address, public key
         self._thread = threading.Thread(target=self._serve)
         self._stores: list[MeshStore] = []
         self._ended = False
@@ -34,8 +38,11 @@ class Served:
         while not self._ended:
             self.loop.run_once(max_wait_s=0.01)
 
-    def store(self, token: str = "token", *, timeout_s: float = 30.0) -> MeshStore:
-        self._stores.append(MeshStore(self.context, self.server.address, token, timeout_s=timeout_s))
+    def store(
+        self, token: str = "token", *, timeout_s: float = 30.0, address: str = "", server_key: str | None = None
+    ) -> MeshStore:
+        address = address or self.server.address
+        self._stores.append(MeshStore(self.context, address, token, timeout_s=timeout_s, server_key=server_key))
         return self._stores[-1]
 
     def close(self) -> None:
@@ -83,6 +90,41 @@ def test_a_wait_ends_when_another_sets_what_it_waits_for(served: Served) -> None
     writer.set("b", b"2")
     waits.join(30)
     assert found == [b"1", b"2"]
+
+
+def test_ranks_here_and_those_of_other_machines_share_the_keys(served: Served) -> None:
+    address, key = served.tcp
+    near, far = served.store(), served.store(address=address, server_key=key)
+    found: list[bytes] = []
+    waits = threading.Thread(target=lambda: found.append(far.get("a")))
+    waits.start()
+    near.set("a", "1")
+    waits.join(30)
+    far.set("b", "2")
+    assert (found, near.get("b")) == ([b"1"], b"2")
+
+
+def test_from_the_network_nobody_is_heard_without_the_servers_key_and_the_token(served: Served) -> None:
+    address, key = served.tcp
+    other_key = keys.new_curve_keys()[0].decode()
+    for token, server_key in (("token", other_key), ("another", key)):
+        stranger = served.store(token, timeout_s=0.3, address=address, server_key=server_key)
+        with pytest.raises(DistStoreError, match="did not answer in time"):
+            stranger.set("a", "1")
+    assert served.store(address=address, server_key=key).num_keys() == 0
+
+
+def test_requests_and_replies_outlive_a_connection_that_breaks(served: Served) -> None:
+    waiting, other = served.store(), served.store()
+    got: list[bytes] = []
+    waiter = threading.Thread(target=lambda: got.append(waiting.get("a")))
+    waiter.start()
+    for number in range(20):
+        assert other.add("n", 1) == number + 1  # once each
+        assert cut("store.sock")
+    other.set("a", "1")
+    waiter.join(30)
+    assert got == [b"1"]
 
 
 def test_a_wait_in_vain_ends_in_its_time_and_says_for_what(served: Served) -> None:

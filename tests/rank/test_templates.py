@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, _collective_utils
 
+from meshbook.errors import PlacementError
+from meshbook.rank.tensors import attention, dtensor_patches
 from meshbook.rank.tensors.operators import FLOAT, FUNCTIONS, MESH, TENSOR, TemplateMessage
 from meshbook.rank.tensors.replay import RecordedOp, RecordedStep, StepReplayer
 from meshbook.rank.tensors.templates import CompiledTemplate
@@ -80,9 +82,47 @@ def test_a_result_has_the_dtype_of_its_data_also_where_a_recorded_step_is_run_op
         assert reported(misreported(torch.ones(2), mesh)) == torch.float64
         assert reported(CompiledTemplate(sent, mesh, CPU).run([torch.ones(2)], [])) == torch.float32
         op = RecordedOp(1, (0,), (1,), 0, 0)
-        player = StepReplayer(RecordedStep("key", 1, (op,), {1: pickle.dumps(sent)}, (1,)), mesh, CPU)
+        player = StepReplayer(RecordedStep("key", 1, (op,), {1: pickle.dumps(sent)}, (1,)), mesh, CPU, first_call=0)
         player.lowering_failure = "of this test"
-        (result,) = player.run([torch.ones(2)], [])
+        (result,) = player.run(0, [torch.ones(2)], [])
         assert reported(result) == torch.float32
     finally:
         del FUNCTIONS["misreported"]
+
+
+def test_results_that_are_placed_otherwise_than_planned_are_refused_each_time() -> None:
+    mesh1 = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    x = DTensor.from_local(torch.ones(4, 2), mesh1, [Replicate()])
+    planned = {"placements": ((Shard(0),),)}
+    template = CompiledTemplate(message("aten::neg.default", (TENSOR,), **planned), mesh1, CPU)
+    for _ in range(2):
+        with pytest.raises(
+            PlacementError, match=r"aten.neg: result 0 is placed \(R\) here, and \(S\(0\)\) was planned"
+        ):
+            template.run([x], [])
+    planned = {"placements": ((Replicate(),),)}
+    right = CompiledTemplate(message("aten::neg.default", (TENSOR,), **planned), mesh1, CPU)
+    assert torch.equal(right.run([x], []).to_local(), -torch.ones(4, 2))
+
+
+def test_costs_do_not_depend_on_how_many_devices_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtensor_patches.install()
+    monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)
+    counted = _collective_utils._mesh_resources.num_devices_per_host  # type: ignore[attr-defined]
+    assert [counted("cpu"), counted("cuda")] == [1, 1]
+
+
+def test_attention_by_torchs_own_choice_gives_the_numbers_of_the_cpu_kernel() -> None:
+    torch.manual_seed(1)
+    query, key, value, grad = (torch.randn(2, 4, 8, 16) for _ in range(4))
+    out, saved = attention._forward_by_torch(query, key, value, None, True, None, True)
+    wanted, sums = attention.forward(query, key, value, None, True, None, True)
+    assert torch.equal(out, wanted)
+    assert not out.requires_grad
+    for kept in (saved, torch.empty(())):  # with the graph, and on a rank that has none
+        grads = attention._backward_by_torch(grad, query, key, value, out, kept, None, True, None)
+        for own, other in zip(
+            grads, attention.backward(grad, query, key, value, wanted, sums, None, True, None), strict=True
+        ):
+            torch.testing.assert_close(own, other)
+            assert own.stride() == other.stride()

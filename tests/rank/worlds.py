@@ -29,9 +29,11 @@ from typing import Any, NoReturn, cast
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Seconds until a wait counts as a hang. Generous: machines that run tests are busy; nothing here takes a tenth of it.
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+# And until torch is imported, which takes three seconds of a processor.
+IMPORT_DEADLINE_S = 110.0
 
-# How long the main thread must stand at one instruction to count as stuck.
+# How long the main thread must stand at one instruction, and sleep, to count as stuck.
 MIN_STUCK_S = 0.05
 
 TOKEN = "the world's"
@@ -71,8 +73,9 @@ class ForkServer:
             env=environment,
         )
         theirs.close()
-        self._socket.settimeout(DEADLINE_S)
+        self._socket.settimeout(IMPORT_DEADLINE_S)
         assert self._socket.recv(16) == b"ready"
+        self._socket.settimeout(DEADLINE_S)
 
     def fork(self, spec: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """The new process's pid; it has the descriptors."""
@@ -128,9 +131,9 @@ class RankHandle:
         _send(self._service, (function.__code__.co_filename, function.__qualname__, args))
         return self._receive_reply(self._service, DEADLINE_S)
 
-    def wait_until_stuck(self) -> None:
-        """Until the main thread stands still in a collective."""
-        self.run_in_service_thread(_wait_until_stuck)
+    def wait_until_stuck(self) -> int:
+        """Until the main thread stands still in a collective; return its number. It may wait for one that is slow."""
+        return int(self.run_in_service_thread(_wait_until_stuck))
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -276,7 +279,14 @@ def _form_groups(here: RankContext, epoch: int, address: str, axes: dict[str, in
     here.mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _wait_until_stuck(here: RankContext) -> None:
+def wait_until_stuck(members: Sequence[RankHandle]) -> None:
+    """Until all of them stand still in a collective at once, and so for good."""
+    numbers = None
+    while numbers != (numbers := [member.wait_until_stuck() for member in members]):
+        pass
+
+
+def _wait_until_stuck(here: RankContext) -> int:
     main = threading.main_thread().ident
     assert main is not None
     deadline = time.monotonic() + DEADLINE_S
@@ -286,13 +296,21 @@ def _wait_until_stuck(here: RankContext) -> None:
     while time.monotonic() < deadline:
         frame = sys._current_frames()[main]
         # Slices of a wait end and begin again, so what counts is the frame, and not the instruction, of the wait.
-        position = (id(frame), 0 if frame.f_code.co_name == "wait_in_slices" else frame.f_lasti)
-        if position != last_position or not here.ring.running():
+        in_slices = frame.f_code.co_name == "_wait_slice_by_slice"
+        position = (id(frame), 0 if in_slices else frame.f_lasti)
+        # a thread that the machine gives no processor stands too, before its wait: it does not sleep
+        moves = position != last_position or not (in_slices or _is_main_thread_asleep())
+        if moves or not here.ring.running():
             last_position, since = position, time.monotonic()
         elif time.monotonic() - since > MIN_STUCK_S:
-            return
+            return int(here.ring.last.seq)
         pause.wait(0.005)
     raise TimedOut("the main thread does not stand still in a collective")
+
+
+def _is_main_thread_asleep() -> bool:
+    pid = os.getpid()
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2].startswith("S")
 
 
 _modules: dict[str, types.ModuleType] = {}

@@ -132,18 +132,6 @@ def test_a_stop_that_lets_queued_calls_begin_stops_no_call() -> None:
     assert (call.is_stopped, call.stopping_ranks) == (False, set(RANKS))
 
 
-def test_a_question_waits_for_its_client_and_nobody_waits_without_one() -> None:
-    table = Table()
-    asked = messages.InputRequest(call=C1, rank=2, prompt="?", password=False)
-    (sent,) = table.calls.input_requested(1, asked, can_reply=True)
-    assert isinstance(sent, SendToClient)
-    assert table.calls.ranks_awaiting_input() == (2,)
-    table.calls.input_replied(messages.InputReply(target=C1, rank=2, text="x"))
-    assert table.calls.ranks_awaiting_input() == ()
-    (refused,) = table.calls.input_requested(1, asked, can_reply=False)
-    assert isinstance(refused, SendToHosts)
-
-
 @pytest.mark.parametrize(("reported_at", "state"), [(0.2, "busy"), (0.7, "idle")])
 def test_a_rank_is_busy_with_a_call_that_its_host_may_not_have_heard_of(reported_at: float, state: str) -> None:
     table = Table()

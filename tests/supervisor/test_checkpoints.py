@@ -57,6 +57,19 @@ def reason_of(effects: list[s.Effect], call: str = "save") -> str:
     return discarded.reason
 
 
+def test_files_are_written_when_every_rank_has_copied_its_state_and_not_before(world: Saving) -> None:
+    assert not messages_of(world.save(), messages.WriteCheckpoint)
+    (write,) = messages_of(world.finish("save"), messages.WriteCheckpoint)
+    assert (write.ranks, write.save) == (RANKS, "save")
+
+
+def test_files_are_not_written_if_a_rank_has_not_copied_its_state(world: Saving) -> None:
+    world.save()
+    effects = world.finish("save", status="interrupted")
+    assert not messages_of(effects, messages.WriteCheckpoint)
+    assert "interrupted" in reason_of(effects)
+
+
 def test_metadata_is_written_when_every_rank_has_written_its_files_and_not_before(world: Saving) -> None:
     assert messages_of(world.save(), messages.SaveCheckpoint)
     for rank in RANKS[:-1]:

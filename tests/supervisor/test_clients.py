@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook.supervisor.clients import ORPHAN_TTL_S, Clients
+import pytest
+
+from meshbook.supervisor.clients import EMPTY_TTL_S, ORPHAN_TTL_S, Clients
 from meshbook.supervisor.effects import SetTimer
 from meshbook.wire.messages import Hello
 
@@ -43,3 +45,8 @@ def test_an_observer_that_leaves_or_comes_changes_nothing() -> None:
 
 def test_a_mesh_that_shall_live_for_ever_gets_no_timer() -> None:
     assert joined("one", orphan_ttl_s=float("inf")).leave("one")[1] == []
+
+
+@pytest.mark.parametrize(("requested", "given"), [(float("inf"), EMPTY_TTL_S), (0.5, 0.5)])
+def test_a_mesh_without_ranks_ends_soon_whatever_its_last_client_requested(requested: float, given: float) -> None:
+    assert joined("one", orphan_ttl_s=requested).leave("one", is_empty=True)[1] == [SetTimer("orphan 2", given)]

@@ -28,7 +28,10 @@ class Served:
         self.driver._send = lambda identity, message: self.sent.append((identity, message))  # type: ignore[method-assign]
 
     def hear(self, identity: bytes, command: Any) -> None:
-        self.driver._on_client_message([identity, *codec.encode(command)])
+        if isinstance(command, messages.Hello):
+            self.driver._on_client_hello(identity, codec.encode(command))
+        else:
+            self.driver._on_client_message(identity, codec.encode_body(command))
 
     def join(self, pid: int) -> None:
         for channel in ("send", "receive"):
@@ -48,7 +51,7 @@ class Served:
             self.driver._unregister_client(client)
         assert self.driver._agent is not None
         self.driver._agent.close()
-        self.driver._client_socket.close(linger=0)
+        self.driver._client_router.close()
         self.driver._store.close()
         self.driver._context.term()
 

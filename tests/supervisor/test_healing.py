@@ -78,16 +78,98 @@ def test_each_host_starts_its_own_ranks() -> None:
     mesh = LostRank(num_hosts=2)
     mesh.lose(3)
     starts = [step for step in mesh.heal() if isinstance(step, s.SendToHosts)]
-    found = {step.hosts: step.message.ranks for step in starts if isinstance(step.message, messages.StartRanks)}
-    assert found == {(0,): (1,), (1,): (3,)}
+    found = {
+        step.hosts: (step.message.ranks, step.message.incarnations)
+        for step in starts
+        if isinstance(step.message, messages.StartRanks)
+    }
+    assert found == {(0,): ((1,), (1,)), (1,): ((3,), (1,))}
 
 
-def test_ranks_of_a_host_that_is_gone_are_refused() -> None:
-    mesh = World(num_hosts=2)
+def test_a_new_process_is_not_dead_because_its_host_had_not_heard_of_the_heal_when_it_reported() -> None:
+    mesh = LostRank(num_hosts=2)
+    mesh.lose(3)
+    mesh.heal()
+    former = messages.RankInfo(rank=3, state="dead", host="box", pid=7, exit="was killed by SIGKILL")
+    mesh.host(messages.HostHeartbeat(host=1, ranks=(former,)), 1)
+    assert (mesh.state.info().ranks[3].state, mesh.state.info().ranks[3].pid) == ("starting", None)
+    mesh.host(messages.HostHeartbeat(host=1, ranks=(messages.RankInfo(3, "idle", "box", pid=9, incarnation=1),)), 1)
+    mesh.finish("form-2", ranks=(0, 1), reply={"backend": "gloo"})
+    formed = mesh.finish("form-2", ranks=(2, 3), host=1, reply={"backend": "gloo"})
+    (share,) = messages_of(formed, messages.ShareState)
+    mesh.finish(share.call, ranks=(0, 1), reply=NOTHING)
+    new = mesh.healed(mesh.finish(share.call, ranks=(2, 3), host=1, reply=NOTHING)).info.ranks[3]
+    assert (new.state, new.pid, new.incarnation) == ("idle", 9, 1)
+
+
+def heal_without_host(mesh: World) -> list[s.Effect]:
     mesh.finish("form-1", ranks=(2, 3), host=1)
     mesh.state.host_exited(1, "was killed", mesh.now)
-    text = refusal(mesh.say(messages.HealMesh(call="heal")))  # type: ignore[arg-type]
-    assert text.startswith("ranks 2-3 ran on host 1, which was killed")
+    return mesh.say(messages.HealMesh(call="heal"))  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_gone_is_started_again_before_its_ranks() -> None:
+    mesh = World(num_hosts=2)
+    (start, _) = heal_without_host(mesh)
+    assert isinstance(start, s.StartHosts)
+    assert start.hosts == (1,)
+    steps = mesh.host(messages.HostReady(host=1, hostname="box", pid=7), 1)
+    assert [started.ranks for started in messages_of(steps, messages.StartRanks)] == [(2, 3)]
+
+
+def test_a_host_that_cannot_be_started_again_is_named_with_why() -> None:
+    mesh = World(num_hosts=2)
+    heal_without_host(mesh)
+    text = refusal(mesh.host(messages.HostFailed(host=1, reason="n2 does not answer"), 1))
+    assert text.startswith("ranks 2-3 ran on host 1, where no host could be started again: n2 does not answer")
+    assert mesh.state.info().ranks[2].state == "dead"
+
+
+def test_a_host_that_does_not_come_in_time_ends_the_heal() -> None:
+    mesh = World(num_hosts=2)
+    (_, timer) = heal_without_host(mesh)
+    assert isinstance(timer, s.SetTimer)
+    assert "nothing was heard of it within 90 s" in refusal(mesh.state.timer_fired(timer.name, mesh.now))
+
+
+def keep_spares(mesh: World, num: int) -> list[s.Effect]:
+    return mesh.say(messages.KeepSpares(call="spares", num=num))  # type: ignore[arg-type]
+
+
+def test_spares_that_became_ranks_are_replaced_when_the_heal_is_over_and_not_before() -> None:
+    mesh = LostRank(num_hosts=2)
+    prepared = messages_of(keep_spares(mesh, 1), messages.PrepareSpares)
+    assert [(each.num, each.host_ranks) for each in prepared] == [(1, (0, 1)), (1, (2, 3))]
+    begun = mesh.heal()
+    (form,) = messages_of(begun, messages.FormGroups)
+    mesh.finish(form.call, ranks=(0, 1), reply={"backend": "gloo"})
+    formed = mesh.finish(form.call, ranks=(2, 3), host=1, reply={"backend": "gloo"})
+    assert not messages_of([*begun, *formed], messages.PrepareSpares)
+    (share,) = messages_of(formed, messages.ShareState)
+    mesh.reply_to(share, dict.fromkeys((0, 1), NOTHING))
+    parts = tuple(OutcomeGroup((rank,), Outcome(status="ok", reply=NOTHING)) for rank in (2, 3))
+    ended = mesh.host(messages.CallFinished(call=share.call, outcomes=parts, seconds=0.1), 1)
+    assert messages_of(ended, messages.MeshHealed)
+    assert [each.num for each in messages_of(ended, messages.PrepareSpares)] == [1, 1]
+
+
+def test_spares_of_a_lost_host_are_neither_asked_for_nor_shown() -> None:
+    mesh = LostRank(num_hosts=2)
+    for host in (0, 1):
+        spares = (messages.SpareInfo(host, "box", 7 + host, "ready"),)
+        mesh.host(messages.HostHeartbeat(host=host, ranks=(), spares=spares), host)
+    assert [spare.pid for spare in mesh.state.info().spares] == [7, 8]
+    mesh.state.host_exited(1, "was killed by SIGKILL", mesh.now)
+    assert [spare.pid for spare in mesh.state.info().spares] == [7]
+    assert [each.host_ranks for each in messages_of(keep_spares(mesh, 1), messages.PrepareSpares)] == [(0, 1)]
+
+
+def test_more_spares_than_ranks_of_a_host_are_refused() -> None:
+    (refused,) = messages_of(keep_spares(LostRank(num_hosts=2), 3), messages.Refused)
+    assert (refused.error, refused.text) == (
+        "MeshShapeError",
+        "3 spares for 2 ranks of a machine: more than 2 can never be needed; %mesh spare 2 keeps one for each",
+    )
 
 
 def test_a_whole_mesh_has_nothing_to_heal() -> None:
@@ -103,6 +185,34 @@ def test_cells_that_are_sent_meanwhile_wait_until_the_end() -> None:
     (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
     ended = mesh.reply_to(share, dict.fromkeys(range(4), NOTHING))
     assert [cell.call for cell in messages_of(ended, messages.RunCell)] == ["c1"]
+
+
+def test_a_cell_for_all_ranks_whose_client_had_not_heard_of_the_heal_is_refused() -> None:
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    cell = messages.RunCell(call="c1", ranks=(0, 2, 3), source="1", chosen_at=0)  # type: ignore[arg-type]
+    assert refusal(mesh.say(cell)).startswith("rank 1 has a new process, of which this process had not heard when it")
+    mesh.finish(form.call, reply={"backend": "gloo"})
+
+
+def test_a_cell_for_all_ranks_that_still_waits_when_the_heal_begins_is_refused_if_it_lacks_the_new_rank() -> None:
+    mesh = World()
+    mesh.run("c1")
+    failed = mesh.finish("c1", status="error")
+    (compare,) = messages_of(failed, messages.QueryPositions)  # other calls wait for its end
+    mesh.kill(1)
+    late = messages.RunCell(call="c2", ranks=(0, 2, 3), source="1", chosen_at=0)  # type: ignore[arg-type]
+    named = messages.RunCell(call="c3", ranks=(0, 2), source="1")  # type: ignore[arg-type]
+    assert [*mesh.say(late), *mesh.say(named)] == []
+    begun = mesh.say(messages.HealMesh(call="heal", replay=False))  # type: ignore[arg-type]
+    assert refusal(begun) == "rank 1 has a new process, which this was sent without; nothing was run, run it again"
+    assert messages_of(mesh.finish(compare.call), messages.RunCell) == []
+    (share,) = messages_of(mesh.finish("form-2", reply={"backend": "gloo"}), messages.ShareState)
+    ended = mesh.finish(share.call, reply=NOTHING)
+    assert [cell.call for cell in messages_of(ended, messages.RunCell)] == ["c3"]
+    (reply,) = messages_of(mesh.say(messages.QueryHistory(call="q")), messages.CommandReply)  # type: ignore[arg-type]
+    assert reply.history is not None
+    assert [entry.status for entry in reply.history] == ["error", "interrupted", "running"]
 
 
 def test_a_second_attempt_at_the_same_time_is_refused() -> None:
@@ -178,6 +288,13 @@ def test_healing_waits_for_the_end_of_the_call_in_which_the_rank_was_lost_and_fo
     assert mesh.say(messages.HealMesh(call="heal")) == []  # type: ignore[arg-type]
     (start,) = messages_of(mesh.finish("c1", status="interrupted"), messages.StartRanks)
     assert start.ranks == (1,)
+
+
+def test_healing_a_whole_mesh_while_a_cell_runs_finds_nothing_to_heal() -> None:
+    mesh = World()
+    mesh.run("c1")
+    (healed,) = messages_of(mesh.say(messages.HealMesh(call="heal")), messages.MeshHealed)  # type: ignore[arg-type]
+    assert healed.ranks == ()
 
 
 def test_healing_while_another_cell_runs_is_refused_with_its_name() -> None:

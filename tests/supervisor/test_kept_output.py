@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from meshbook.ids import CallId
 from meshbook.supervisor.kept_output import ITEM_BYTES, MAX_BYTES, MAX_CELL_BYTES, KeptOutput
 from meshbook.wire.messages import (
     CallFinished,
@@ -18,11 +19,13 @@ from meshbook.wire.messages import (
     HistoryEntry,
     KeptCell,
     Line,
+    NewOutput,
     Notice,
     Outcome,
     OutcomeGroup,
     Payload,
     Preview,
+    QueryNewOutput,
     RankDisplay,
     RankError,
     Value,
@@ -344,3 +347,52 @@ def test_a_flood_for_hours_takes_no_more_memory_than_the_limits_say(length: int)
     assert kept.num_bytes <= MAX_BYTES
     assert held < 1.1 * MAX_BYTES
     assert MAX_CELL_BYTES * 8 <= MAX_BYTES
+
+
+def new_output(kept: Kept, since: int | None, target: str | None = None, max_items: int = 100) -> NewOutput:
+    query = QueryNewOutput(CallId("q"), since, CallId(target) if target is not None else None, max_items)
+    return kept.new_output(query, kept.entries, lambda now: 1000.0 + now)
+
+
+def new_texts(output: NewOutput) -> list[str]:
+    return texts(one.item for one in output.items)
+
+
+def test_output_of_all_cells_is_read_in_order_from_place_to_place() -> None:
+    kept = Kept()
+    first, second = kept.begin(1), kept.begin(2)
+    for call, text in ((first, "a"), (second, "b"), (first, "c"), (second, "d")):
+        kept.printed(call, (line(text),), 5.0)
+    output = new_output(kept, 0, max_items=3)
+    assert (new_texts(output), output.num_left, output.last_place) == (["a", "b", "c"], 1, 4)
+    assert [(one.place, one.call, one.at) for one in output.items[:2]] == [(1, first, 1005.0), (2, second, 1005.0)]
+    assert [cell.entry.source for cell in output.cells] == ["", ""]
+    output = new_output(kept, output.items[-1].place)
+    assert (new_texts(output), output.num_left) == (["d"], 0)
+    assert new_texts(new_output(kept, 4)) == []
+    kept.printed(first, (line("e"),), 6.0)
+    assert new_texts(new_output(kept, 4)) == ["e"]
+
+
+def test_the_newest_output_is_read_without_a_place_and_of_one_cell_with_its_end() -> None:
+    kept = Kept()
+    first, second = kept.begin(1), kept.begin(2)
+    kept.printed(first, (line("a"), line("b"), line("c")), 0.0)
+    kept.printed(second, (line("other"), line("50%", live=True)), 0.0)
+    output = new_output(kept, None, max_items=2)
+    assert new_texts(output) == ["c", "other", "50%"]  # as a terminal shows it now
+    output = new_output(kept, 0)
+    assert [(one.place, one.item.text) for one in output.items if isinstance(one.item, Line)][-1] == (0, "50%")
+    kept.end(first)
+    output = new_output(kept, None, target=first)
+    assert (new_texts(output), len(output.cells)) == (["a", "b", "c"], 1)
+    assert output.cells[0].finished is not None
+
+
+def test_what_a_reader_can_no_longer_have_is_said() -> None:
+    kept = Kept(max_cell_bytes=2 * (ITEM_BYTES + 10))
+    call = kept.begin(1)
+    kept.printed(call, tuple(line(f"line {number}") for number in range(5)), 0.0)
+    output = new_output(kept, 0)
+    assert new_texts(output) == ["line 3", "line 4"]
+    assert "are no longer kept" in texts(output.cells[0].items)[0]

@@ -294,7 +294,7 @@ def test_a_cell_behind_another_whose_end_is_on_its_way_waits_for_the_groups() ->
 
 
 @pytest.mark.parametrize("end", ["back", "gone"])
-def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_dead(end: str) -> None:
+def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_ends_when_it_is_dead(end: str) -> None:
     world = Scenery()
     world.run("c1")
     stopped = world.say(messages.Interrupt(ranks=EVERYONE))
@@ -306,11 +306,13 @@ def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_dead(end: st
     if end == "back":
         steps = world.finish("c1", status="interrupted", groups_broken=True)
         assert [type(message) for message in messages_of(steps, messages.FormGroups)] == [messages.FormGroups]
+        assert [message.call for message in messages_of(steps, messages.RunCell)] == ["c2", "c3", "c4"]
     else:
         lost = {"exit_code": None, "signal": 9, "host": "box1", "last_lines": (), "last_collective": None}
-        world.host(messages.RankExited(rank=1, pid=101, **lost))  # type: ignore[arg-type]
-        steps = world.finish("c1", status="interrupted", ranks=(0, 2, 3))
-    assert [message.call for message in messages_of(steps, messages.RunCell)] == ["c2", "c3", "c4"]
+        steps = world.host(messages.RankExited(rank=1, pid=101, **lost))  # type: ignore[arg-type]
+        ended = [message.call for message in messages_of(steps, messages.CallFinished)]
+        steps += world.finish("c1", status="interrupted", ranks=(0, 2, 3))
+        assert (ended, [message.call for message in messages_of(steps, messages.RunCell)]) == (["c2", "c4"], ["c3"])
 
 
 def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -> None:

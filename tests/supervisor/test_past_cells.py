@@ -132,3 +132,32 @@ def test_what_a_thread_prints_after_its_cell_is_kept_with_it() -> None:
     printed(world, "late")
     world.join("two")
     assert output(world, 7, "two") == ["late"]
+
+
+def test_what_an_agent_does_beside_cells_is_in_the_history_with_its_name_and_what_a_person_does_is_not() -> None:
+    world = World()
+    hello = messages.Hello(token="", client="two", kind="mcp:claude", pid=2, channel="receive")
+    world.state.client_joined(hello, world.now)
+    world.run(execution_count=7)
+    world.now = 3.0
+    for client in ("one", "two"):
+        world.say(messages.Interrupt(ranks=(0, 1)), client)
+    world.say(messages.KillRanks(call=CallId("k"), ranks=(3,)), "two")
+    world.say(messages.HealMesh(call=CallId("h")), "two")
+    world.say(messages.QueryStatus(call=CallId("s")), "two")
+    world.say(messages.RunCell(call=CallId("c2"), ranks=RANKS, source="y", execution_count=1), "two")
+    (reply,) = messages_of(world.say(messages.QueryHistory(call=CallId("q"))), CommandReply)
+    assert [(entry.by, entry.source, entry.ranks) for entry in reply.history] == [
+        ("script", "x = 1", RANKS),
+        ("mcp:claude", "%mesh interrupt 0-1", (0, 1)),
+        ("mcp:claude", "%mesh kill 3", (3,)),
+        ("mcp:claude", "%mesh heal", ()),
+        ("mcp:claude", "y", RANKS),
+    ]
+    assert reply.history[1].started_at == 1003.0
+
+
+def test_new_output_of_a_cell_that_is_not_kept_is_refused() -> None:
+    world = World()
+    (refused,) = messages_of(world.say(messages.QueryNewOutput(CallId("n"), target=CallId("c9"))), Refused)
+    assert (refused.error, refused.text) == ("MeshNameError", "no cell c9 is kept; output is kept of cells: none")

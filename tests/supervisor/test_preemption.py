@@ -19,9 +19,11 @@ RANKS = (0, 1, 2, 3)
 class Preempted(Saving):
     """A mesh of four ranks that is asked to end."""
 
-    def plan(self, *names: str, grace_s: float = 30.0) -> list[s.Effect]:
+    def plan(self, *names: str, grace_s: float = 30.0, resize: bool = False) -> list[s.Effect]:
         path = "/run1" if names else ""
-        return self.say(messages.PlanPreemption(call="plan", path=path, names=names, grace_s=grace_s))  # type: ignore[arg-type]
+        return self.say(
+            messages.PlanPreemption(call="plan", path=path, names=names, grace_s=grace_s, resize=resize)  # type: ignore[arg-type]
+        )
 
     def sigterm(self, *ranks: int) -> list[s.Effect]:
         """Processes of these ranks (none: the supervisor) receive SIGTERM, and the time for others to follow passes."""
@@ -343,3 +345,52 @@ def test_a_cell_that_a_client_stops_meanwhile_is_cut_too(world: Preempted) -> No
     (back,) = messages_of(world.end_badly("c1", "interrupted"), messages.RollBack)
     (shutdown,) = steps_of(world.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
     assert "no checkpoint was written: cell 1 was stopped" in shutdown.reason
+
+
+# ---- the mesh goes on with fewer ranks
+
+
+def test_the_mesh_goes_on_without_the_highest_ranks_where_that_was_asked_for(world: Preempted) -> None:
+    world.plan("x", resize=True)
+    begun = world.sigterm(3)
+    assert "rank 3 received SIGTERM: the mesh will go on with rank=3" in said(begun)
+    (find,) = messages_of(begun, messages.FindSharded)
+    (leave,) = messages_of(world.finish(find.call), messages.LeaveMesh)
+    world.kill(3)
+    (form,) = messages_of(world.finish(leave.call, ranks=(3,), status="lost"), messages.FormGroups)
+    assert form.axes == {"rank": 3}
+    done = world.finish(form.call, ranks=(0, 1, 2))
+    assert "the mesh goes on without rank 3, with rank=3: run the cells that were ended again" in said(done)
+    assert not messages_of(done, messages.SaveCheckpoint)
+    assert messages_of(world.run("c1", ranks=(0, 1, 2)), messages.RunCell)
+
+
+@pytest.mark.parametrize("leaving", [(0,), (1,), (1, 3)])
+def test_ranks_in_the_middle_cannot_leave_and_names_are_saved_instead(
+    world: Preempted, leaving: tuple[int, ...]
+) -> None:
+    world.plan("x", resize=True)
+    begun = world.sigterm(*leaving)
+    assert "x will be saved in /run1" in said(begun)
+    assert "x is saved in" in said(world.save_on_all(begun))
+
+
+def test_a_resize_that_cannot_be_done_in_time_is_left_and_names_are_saved(world: Preempted) -> None:
+    world.plan("x", resize=True)
+    begun = world.sigterm(3)
+    (find,) = messages_of(begun, messages.FindSharded)
+    part = OutcomeGroup(RANKS, Outcome(status="ok", reply={"sharded": ["x"], "needs_leaving": True}))
+    (back,) = messages_of(
+        world.host(messages.CallFinished(call=find.call, outcomes=(part,), seconds=0.1)), messages.RollBack
+    )
+    giving = world.host(
+        messages.CallFinished(
+            call=back.call, outcomes=(OutcomeGroup(RANKS, Outcome(status="ok", reply={"names": []})),), seconds=0.1
+        )
+    )
+    (give,) = messages_of(giving, messages.MoveShards)
+    assert (f"abandon {give.call}", 25.0 - 0.0) in [(e.name, round(e.delay_s)) for e in steps_of(giving, s.SetTimer)]
+    abandoned = world.finish(give.call, status="skipped")
+    (form,) = messages_of(abandoned, messages.FormGroups)
+    assert messages_of(world.finish(form.call), messages.SaveCheckpoint)
+    assert len(world.state.info().ranks) == 4

@@ -30,6 +30,11 @@ class Resized(World):
         (find,) = messages_of(begun, messages.FindSharded)
         return self.reply(find, **reply)
 
+    def look_and_roll_back(self, begun: Iterable[s.Effect], **reply: Any) -> list[s.Effect]:
+        (back,) = messages_of(self.look(begun, **reply), messages.RollBack)
+        assert (back.about_calls, back.names) == ((), tuple(reply["sharded"]))
+        return self.reply(back, names=[], step=0)
+
     def leave(self, effects: Iterable[s.Effect]) -> list[s.Effect]:
         (leave,) = messages_of(effects, messages.LeaveMesh)
         for rank in leave.ranks:
@@ -100,6 +105,20 @@ def test_ranks_above_the_new_number_end_and_are_not_reported_as_lost() -> None:
     assert mesh.kill(3) == []
 
 
+def test_a_rank_that_has_left_does_not_come_back_with_a_report_that_is_older() -> None:
+    mesh = Resized()
+    infos = tuple(messages.RankInfo(rank=rank, state="idle", host="box") for rank in range(4))
+    report = messages.HostHeartbeat(host=0, ranks=infos, metrics=(messages.RankMetrics(rank=3),))
+    mesh.host(report)
+    resized(mesh.form(mesh.leave(mesh.look(mesh.resize(3)))))
+    mesh.host(report)
+    (shown,) = messages_of(
+        mesh.say(messages.Subscribe(call="look", max_updates_per_s=0.0, history_s=1.0)),  # type: ignore[arg-type]
+        messages.MeshUpdate,
+    )
+    assert [rank.rank for rank in shown.ranks] == [0, 1, 2]
+
+
 def test_a_number_that_comes_again_has_another_incarnation() -> None:
     mesh = Resized()
     mesh.form(mesh.leave(mesh.look(mesh.resize(3))))
@@ -140,15 +159,124 @@ def test_a_running_cell_is_named_and_nothing_is_done() -> None:
     assert text == "cell 1 runs on ranks 0,2; wait for it, or press Stop (%mesh interrupt), then resize"
 
 
-def test_what_is_cut_for_the_present_ranks_is_named_with_the_way_to_another_number() -> None:
+def test_what_cannot_be_cut_anew_is_named_with_the_reason_and_the_way_over_a_checkpoint() -> None:
     mesh = Resized()
-    refused = mesh.look(mesh.resize(2), sharded=["model", "opt"])
-    text = refusal(refused)
-    assert text.startswith("the mesh was not resized: model, opt are made of DTensors")
+    text = refusal(mesh.look(mesh.resize(2), sharded=["model", "opt"], problems={"model": "it is quantized"}))
+    assert text.startswith("the mesh was not resized: model: it is quantized. ")
     assert "%mesh checkpoint PATH NAMES --wait" in text
     assert "%mesh restart --axes rank=2" in text
     assert len(mesh.status().ranks) == 4
     assert messages_of(mesh.run("c1"), messages.RunCell)
+
+
+def moves(effects: Iterable[s.Effect], step: str) -> messages.MoveShards:
+    (move,) = messages_of(effects, messages.MoveShards)
+    assert move.step == step
+    return move
+
+
+def test_ranks_that_leave_give_their_parts_first_and_all_have_theirs_before_any_tensor_has() -> None:
+    mesh = Resized()
+    give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
+    assert (give.ranks, give.axes, give.world_size) == ((0, 1, 2, 3), {"rank": 3}, 3)
+    move = moves(mesh.form(mesh.leave(mesh.reply(give, lost=[], num_bytes=5))), "move")
+    assert (move.ranks, move.new_ranks) == ((0, 1, 2), ())
+    commit = moves(mesh.reply(move, lost=[], num_bytes=2), "commit")
+    done = resized(mesh.reply(commit))
+    assert done.resized == messages.ResizeChanges({"rank": 4}, (3,), (), ("model",), 5 + 2)
+    assert not messages_of(mesh.form(mesh.leave(mesh.look(mesh.resize(2, "again")))), messages.MoveShards)
+
+
+def test_ranks_that_join_are_given_what_is_around_the_parts_and_then_the_parts() -> None:
+    mesh = Resized()
+    mesh.say(messages.RunCell(call="c0", ranks=(0, 1, 2, 3), source="model = 1", setup=True))  # type: ignore[arg-type]
+    mesh.finish("c0")
+    begun = mesh.resize(6)
+    (find,) = messages_of(begun, messages.FindSharded)
+    assert find.setup_names == ("model",)
+    (replay,) = messages_of(
+        mesh.form(mesh.look_and_roll_back(begun, sharded=["model"], needs_leaving=True)), messages.ReplayCells
+    )
+    (share,) = messages_of(mesh.reply(replay, ran=["cell 0"], defined=0), messages.ShareState)
+    assert not share.with_shards
+    move = moves(mesh.reply(share, **NOTHING), "move")
+    assert (move.ranks, move.new_ranks) == ((0, 1, 2, 3, 4, 5), (4, 5))
+    commit = moves(mesh.reply(move, lost=["model"], num_bytes=2), "commit")
+    done = resized(mesh.reply(commit))
+    assert done.missing[0] == {"model": "parts of it were lost with a rank, and are NaN"}
+
+
+def test_parts_that_cannot_be_given_leave_the_mesh_as_it_was() -> None:
+    mesh = Resized()
+    give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
+    assert "rank 3: lost; nothing has changed" in refusal(mesh.finish(give.call, ranks=(3,), status="lost"))
+    assert len(mesh.status().ranks) == 4
+
+
+def test_ranks_cannot_give_their_parts_once_another_was_lost() -> None:
+    mesh = Resized()
+    mesh.kill(1)
+    (find,) = messages_of(mesh.resize(3), messages.FindSharded)
+    text = refusal(mesh.reply(find, sharded=["model"], needs_leaving=True))
+    assert "because rank 1 was lost and the process groups with it: %mesh heal, then resize" in text
+
+
+def test_tensors_that_are_not_the_same_on_all_ranks_are_not_cut_anew() -> None:
+    mesh = Resized()
+    (find,) = messages_of(mesh.resize(3), messages.FindSharded)
+    parts = tuple(
+        OutcomeGroup(ranks, Outcome(status="ok", reply={"sharded": ["x"], "catalog": catalog}))
+        for ranks, catalog in (((0, 1), "a"), ((2, 3), "b"))
+    )
+    finished = messages.CallFinished(call=find.call, outcomes=parts, seconds=0.1)
+    assert "the DTensors of x are not the same on all ranks" in refusal(mesh.host(finished))
+
+
+def test_heal_completes_a_resize_whose_parts_did_not_come() -> None:
+    mesh = Resized()
+    give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
+    move = moves(mesh.form(mesh.leave(mesh.reply(give, lost=[], num_bytes=5))), "move")
+    failed = mesh.finish(move.call, ranks=(0, 1, 2), status="error")
+    assert "the mesh has 3 ranks now, but the resize was not completed" in refusal(failed)
+    mesh.form(failed)
+    again = moves(mesh.form(mesh.say(messages.HealMesh(call="heal"))), "move")  # type: ignore[arg-type]
+    commit = moves(mesh.reply(again, lost=[], num_bytes=0), "commit")
+    (healed,) = messages_of(mesh.reply(commit), messages.MeshHealed)
+    assert (healed.ranks, healed.resized) == ((), None)
+
+
+def test_a_rank_that_is_lost_while_tensors_get_their_parts_does_not_cost_those_of_new_ranks() -> None:
+    mesh = Resized()
+    formed = mesh.form(mesh.look_and_roll_back(mesh.resize(5), sharded=["model"]))
+    (share,) = messages_of(formed, messages.ShareState)
+    move = moves(mesh.reply(share, **NOTHING), "move")
+    commit = moves(mesh.reply(move, lost=[], num_bytes=5), "commit")
+    mesh.kill(1)
+    parts = (
+        OutcomeGroup((0, 2, 3, 4), Outcome(status="ok")),
+        OutcomeGroup((1,), Outcome(status="lost")),
+    )
+    ended = mesh.host(messages.CallFinished(call=commit.call, outcomes=parts, seconds=0.1))
+    assert "the mesh has 5 ranks now" in refusal(ended)
+    assert not messages_of(ended, messages.KillRanks)
+    (start,) = messages_of(mesh.say(messages.HealMesh(call="heal")), messages.StartRanks)  # type: ignore[arg-type]
+    assert start.ranks == (1,)
+
+
+def test_operations_on_tensors_wait_while_a_resize_may_be_refused_and_are_refused_when_it_is_not() -> None:
+    mesh = Resized()
+    ops = messages.RunOps(call="ops", ranks=(0, 1, 2, 3), engine="e", first_op=1, ops=b"")  # type: ignore[arg-type]
+    begun = mesh.resize(6)
+    assert mesh.say(ops) == []
+    (find,) = messages_of(begun, messages.FindSharded)
+    (sent,) = messages_of(mesh.reply(find, sharded=["x"], problems={"x": "no"}), messages.RunOps)
+    assert sent.call == "ops"
+    mesh.finish("ops")
+    begun = mesh.resize(6, "again")
+    mesh.say(ops)
+    (refused, *_) = messages_of(mesh.look(begun), messages.Refused)
+    assert (refused.call, refused.error) == ("ops", "ResizeError")
+    assert refused.text == "the mesh was resized, and has other ranks now"
 
 
 @pytest.mark.parametrize("axes", [{}, {"rank": 0}, {"dp": 2, "tp": -1}])
@@ -199,6 +327,25 @@ def test_cells_that_are_sent_meanwhile_are_refused_because_they_name_other_ranks
     (share,) = messages_of(formed, messages.ShareState)
     mesh.reply(share, **NOTHING)
     assert messages_of(mesh.run("c3"), messages.RunCell)
+
+
+def test_a_cell_for_all_ranks_of_before_is_refused_and_one_for_ranks_by_number_is_not() -> None:
+    mesh = Resized()
+    before, all_ranks = mesh.status(), (0, 1, 2, 3)
+    (share,) = messages_of(mesh.grow(), messages.ShareState)
+    mesh.reply(share, **NOTHING)
+
+    def send(call: str, chosen_at: int | None) -> list[s.Effect]:
+        cell = messages.RunCell(call=call, ranks=all_ranks, source="1", chosen_at=chosen_at)  # type: ignore[arg-type]
+        return mesh.say(cell)
+
+    text = refusal(send("c1", before.num_rank_changes))
+    assert text == (
+        "the mesh has 6 ranks now, and ranks 4-5 have new processes, of which this process had not heard when it sent "
+        "this; nothing was run, run it again"
+    )
+    assert messages_of(send("c2", None), messages.RunCell)
+    assert messages_of(send("c3", mesh.status().num_rank_changes), messages.RunCell)
 
 
 def test_a_stop_before_anything_has_changed_ends_it_and_has_held_collectives_formed_anew() -> None:

@@ -44,7 +44,7 @@ def stranger(mesh: Mesh) -> Iterator[zmq.Socket[bytes]]:
 
 
 def answer(socket: zmq.Socket[bytes]) -> messages.SupervisorReport:
-    assert socket.poll(10_000), "the supervisor did not answer"
+    assert socket.poll(60_000), "the supervisor did not answer"
     return codec.supervisor_reports.decode(socket.recv_multipart())
 
 

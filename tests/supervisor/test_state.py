@@ -16,6 +16,25 @@ from meshbook.wire.messages import Outcome, OutcomeGroup
 T = TypeVar("T")
 
 
+def facts_of(machine: str = "here", **others: Any) -> messages.MachineFacts:
+    """What a machine says of itself."""
+    facts = messages.MachineFacts(
+        machine=machine,
+        hostname=machine,
+        address="10.0.0.1",
+        executable="/usr/bin/python3",
+        meshbook="0.1.0",
+        python="3.11.9",
+        torch="2.13.0",
+        nccl=None,
+        driver=None,
+        num_cpus=8,
+        free_memory_bytes=1 << 34,
+        wall_time=0.0,
+    )
+    return msgspec.structs.replace(facts, **others)
+
+
 def messages_of(steps: Iterable[s.Effect], kind: type[T]) -> list[T]:
     """The messages of one kind among steps, whoever they go to."""
     found = [step.message for step in steps if isinstance(step, (s.SendToClient, s.SendToHosts))]
@@ -30,7 +49,7 @@ class World:
     """A state with one client, driven by hand."""
 
     def __init__(self, *, num_ranks: int = 4, num_hosts: int = 1, start: bool = True) -> None:
-        self.state = MeshState("mesh", pid=1, started_at=1000.0, store_address="ipc:///store.sock")
+        self.state = MeshState("mesh", pid=1, started_at=1000.0, facts=facts_of, store_address="ipc:///store.sock")
         self.now = 0.0
         self.spec = messages.MeshSpec(axes={"rank": num_ranks}, num_hosts=num_hosts)
         self.join("one")
@@ -108,15 +127,6 @@ def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
     assert not messages_of(started, messages.MeshReady)
     ready = messages_of(world.finish("form-1", reply={"backend": "gloo"}), messages.MeshReady)[0]
     assert (ready.call, ready.info.groups, ready.info.backend) == ("start", "ready", "gloo")
-
-
-def test_a_client_that_hears_of_one_rank_that_ended_with_its_fork_server_hears_of_all() -> None:
-    world = World()
-    cause = "ended with the fork server"
-    exits = [messages.RankExited(rank, 9, None, None, "box", (), None, cause=cause) for rank in (0, 1, 2, 3)]
-    (changed,) = messages_of(world.host(messages.RanksExited(tuple(exits))), messages.MeshChanged)
-    assert [exited.rank for exited in changed.exited] == [0, 1, 2, 3]
-    assert {info.state for info in changed.info.ranks} == {"dead"}
 
 
 def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_lines() -> None:
@@ -531,6 +541,28 @@ def test_a_rank_lost_while_ranks_are_asked_ends_the_question() -> None:
     steps = world.answer(asked, {rank: world.position(rank) for rank in range(3)})
     assert not messages_of(steps, messages.ResumeCollectives)
     assert not messages_of(steps, messages.FormGroups)
+
+
+def test_calls_that_wait_while_ranks_are_asked_end_with_a_rank_that_is_lost_and_are_not_begun_by_the_others() -> None:
+    world = World()
+    world.run()
+    asked = world.finish("c1", status="error")
+    world.run("c2")
+    world.run("c3", ranks=(0, 3))
+    world.run("c4", ranks=(0, 1))
+    steps = world.kill(3)
+    assert not messages_of(steps, messages.Interrupt)
+    ended = {finished.call: finished for finished in messages_of(steps, messages.CallFinished)}
+    assert {call: [exited.rank for exited in finished.lost] for call, finished in ended.items()} == {
+        "c2": [3],
+        "c3": [3],
+    }
+    assert [(part.ranks, part.outcome.status) for part in ended["c2"].outcomes] == [
+        ((3,), "lost"),
+        ((0, 1, 2), "interrupted"),
+    ]
+    answered = world.answer(asked, {rank: world.position(rank) for rank in range(3)})
+    assert [message.call for message in messages_of([*steps, *answered], messages.RunCell)] == ["c4"]
 
 
 def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_not_before() -> None:

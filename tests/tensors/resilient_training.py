@@ -1,6 +1,7 @@
 """A training under `mesh.resilient` whose ranks are killed again and again, compared with the same training left alone.
 
     python -m tests.tensors.resilient_training --kills 20 --ranks 3 --model fsdp
+    python -m tests.tensors.resilient_training --kills 20 --record
 
 A kill comes at a random moment, from outside, as SIGKILL to a random rank. What is compared, bit for bit, is every loss
 and every parameter on every rank.
@@ -43,9 +44,13 @@ def _network() -> nn.Module:
 
 
 class Training:
-    """A model with optimizer, schedule, losses and a loader that shuffles, made anew."""
+    """A model with optimizer, schedule, losses and a loader that shuffles, made anew.
 
-    def __init__(self, mesh: Mesh, model: str) -> None:
+    Args:
+        record: the step is one of `@meshbook.record`.
+    """
+
+    def __init__(self, mesh: Mesh, model: str, *, record: bool = False) -> None:
         torch.manual_seed(7)
         self.mesh, self.kind = mesh, model
         data = TensorDataset(torch.randn(STEPS * _ROWS, 16), torch.randint(0, 12, (STEPS * _ROWS,)))
@@ -58,6 +63,7 @@ class Training:
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 100)
         self.losses: list[float] = []
+        self.compute = meshbook.record(self._compute, enabled=record)
 
     @property
     def things(self) -> tuple[Any, ...]:
@@ -65,13 +71,17 @@ class Training:
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         axis = None if self.kind == "cut" else "dp"
-        self.opt.zero_grad()
-        outputs = self.model(meshbook.distribute(x, self.mesh, sharding_spec=[axis, None]))
-        loss = F.cross_entropy(outputs, meshbook.distribute(y, self.mesh, sharding_spec=[axis]))
-        loss.backward()
-        self.opt.step()
+        inputs = meshbook.distribute(x, self.mesh, sharding_spec=[axis, None])
+        loss = self.compute(inputs, meshbook.distribute(y, self.mesh, sharding_spec=[axis]))
         self.schedule.step()
         self.losses.append(loss.item())
+
+    def _compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.opt.zero_grad()
+        loss = F.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        self.opt.step()
+        return loss.detach()
 
     def run_plain(self) -> Training:
         """Train without `mesh.resilient`."""
@@ -145,16 +155,19 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="replicated")
+    parser.add_argument("--record", action="store_true", help="the step is one of @meshbook.record")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     chosen = parser.parse_args()
-    print(f"--model {chosen.model} --ranks {chosen.ranks} --kills {chosen.kills} --seed {chosen.seed}")
+    record = " --record" if chosen.record else ""
+    print(f"--model {chosen.model} --ranks {chosen.ranks} --kills {chosen.kills} --seed {chosen.seed}{record}")
     torch.use_deterministic_algorithms(True)
     with create_mesh({"dp": chosen.ranks}) as mesh:
         expected = Training(mesh, chosen.model).run_plain().result()
-        training = Training(mesh, chosen.model)
+        training = Training(mesh, chosen.model, record=chosen.record)
         train_with_kills(training, chosen.kills, random.Random(chosen.seed))
         mesh.heal()
         equal = training.result() == expected
+    print(training.compute)
     print(f"{STEPS} losses and all parameters of {chosen.ranks} ranks: {'equal' if equal else 'DIFFERENT'}")
     return 0 if equal else 1
 

@@ -86,6 +86,7 @@ def meshes(mesh2: Mesh, mesh22: Mesh) -> dict[int, Mesh]:
     return {1: mesh2, 2: mesh22}
 
 
+@pytest.mark.timeout(400)  # hundreds of operations
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operations_give_what_plain_torch_gives(layout: str, meshes: dict[int, Mesh]) -> None:
     places = LAYOUTS[layout]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import distribute
 from tests.controller.test_run import when
+from tests.standstill import stopped
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,10 @@ def hanging(mesh: Mesh, act: Callable[[], Any], result: float) -> Iterator[None]
     pid = dict(mesh.run("__import__('os').getpid()").values)[2]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         thread.start()
         yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        thread.join(30)
+    thread.join(60)
     assert found == [result]
 
 
@@ -56,9 +53,17 @@ def multiply(x: torch.Tensor) -> torch.Tensor:
 
 
 def waited(mesh: Mesh) -> tuple[Any, str]:
-    """The finding and the tree, once ranks wait for rank 2."""
-    when(lambda: mesh.why().findings[0].others == (0, 1))
-    return mesh.why().findings[0], mesh.stacks().text
+    """The finding and the tree, once ranks wait for rank 2, and are seen from inside."""
+    seen: list[Any] = []
+
+    def is_told() -> bool:
+        why, stacks = mesh.why(), mesh.stacks()
+        seen[:] = [why.findings[0], stacks.text]
+        looks = [[one for one in look.snapshots if one.rank != 2] for look in (why, stacks)]
+        return seen[0].others == (0, 1) and all(one.source == "inside" for look in looks for one in look)
+
+    when(is_told)
+    return seen[0], seen[1]
 
 
 def line_of(function: Any, offset: int) -> int:

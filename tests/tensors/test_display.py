@@ -67,6 +67,7 @@ def test_stats_of_parts_of_a_sum_and_of_other_kinds(mesh22: Mesh) -> None:
 
 def test_a_tensor_shows_itself_in_html_without_asking_the_ranks(mesh22: Mesh) -> None:
     x = meshbook.distribute(torch.zeros(8, 8), mesh22, [Shard(1), Replicate()])
+    x.engine.wait()  # a thread sends what is pending, a little later
     before = x.engine.sender.num_batches
     page = x._repr_html_()
     assert "dp=2: dim 1 cut" in page

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import duckdb
@@ -23,6 +23,8 @@ from meshbook.data import batches
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
 from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of
+from tests.controller.test_run import when
+from tests.standstill import stop
 from tests.tensors.test_remote import live, spaces_of_this_rank
 
 
@@ -134,16 +136,37 @@ def test_a_batch_that_was_being_sent_as_the_loop_ended_is_released(
 
     def source() -> Iterator[Any]:
         yield torch.ones(2)
-        taken.wait(30)
+        taken.wait(60)
         feeds[0].close()  # the loop ends before this batch is sent
         yield torch.ones(2)
 
     feeds.append(mesh2.feed(source(), prefetch=2))
     next(iter(feeds[0]))
-    (pump,) = [each for each in threading.enumerate() if each.name == "meshbook-feed"]
+    pump = feeds[0]._prefetcher._thread
     taken.set()
-    pump.join(30)
+    pump.join(60)
     assert len(released) == 1
+
+
+def test_a_source_that_hangs_as_the_loop_ends_is_closed_when_it_comes_back(mesh2: Mesh) -> None:
+    pulled, comes_back, closed = (threading.Event() for _ in range(3))
+
+    def source() -> Iterator[Any]:
+        try:
+            yield torch.ones(2)
+            pulled.set()
+            comes_back.wait(60)
+            yield torch.ones(2)
+        finally:
+            closed.set()
+
+    feed = mesh2.feed(source())
+    next(feed)
+    assert pulled.wait(60)
+    feed.close()
+    assert not closed.is_set()
+    comes_back.set()
+    assert closed.wait(60)
 
 
 def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
@@ -160,7 +183,7 @@ def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
     feed = mesh2.feed(source(), prefetch=2)
     next(feed)
     for _ in range(3):  # one in the loop, two ready
-        assert pulled.acquire(timeout=10)
+        assert pulled.acquire(timeout=60)
     assert not pulled.acquire(timeout=0.3)
     assert count == 3
     feed.close()
@@ -198,9 +221,9 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
     for batch in mesh2.feed(source(), view=view):
         del batch
         break
-    assert closed.wait(10)
+    assert closed.wait(60)
 
-    assert live(mesh2) == before
+    when(lambda: live(mesh2) == before)  # the thread that was sending lets go of its batch
     pool = mesh2.session.transfer._pool
     for _ in range(100):  # ranks tell with their next answers what they have let go of
         mesh2.execute(lambda: None)
@@ -208,6 +231,49 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
         if pool.used_bytes == 0:
             break
     assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_async_source_is_fed_also_where_an_event_loop_runs(mesh2: Mesh, prefetch: int) -> None:
+    async def source() -> AsyncIterator[Any]:
+        for step in range(3):
+            await asyncio.sleep(0)
+            yield torch.full((4,), step)
+
+    async def sums() -> list[int]:
+        return [batch.sum().item() for batch in mesh2.feed(source(), prefetch=prefetch)]
+
+    assert asyncio.run(sums()) == [0, 4, 8]
+
+
+def test_what_an_async_source_raises_comes_up_in_the_loop(mesh2: Mesh) -> None:
+    async def source() -> AsyncIterator[Any]:
+        yield torch.ones(2)
+        raise OSError("no more")
+
+    feed = mesh2.feed(source())
+    assert next(feed).sum().item() == 2
+    with pytest.raises(OSError, match="no more"):
+        next(feed)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_that_is_left_ends_what_an_async_source_awaits(mesh2: Mesh, prefetch: int) -> None:
+    ended = list[str]()
+
+    async def source() -> AsyncIterator[Any]:
+        try:
+            yield torch.ones(2)
+            await asyncio.Event().wait()  # which nobody sets
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    feed = mesh2.feed(source(), prefetch=prefetch)
+    next(feed)
+    feed.close()
+    when(lambda: ended == ["cleaned up"])
+    when(lambda: not any(thread.name.startswith("meshbook-async") for thread in threading.enumerate()))
 
 
 def test_what_a_rank_cannot_take_is_told_where_it_is_used(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +310,12 @@ def test_a_client_that_is_killed_leaves_no_batch_on_the_ranks(mesh2: Mesh) -> No
     client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert client.stdin is not None
     assert client.stdout is not None
-    bound = threading.Timer(60, client.kill)
+    bound = threading.Timer(90, client.kill)
     bound.start()
     try:
         assert client.stdout.readline() == "0.0\n"
         assert {count - 1 for count in mesh2.execute(spaces_of_this_rank).values()} == before
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        stop(*pids)
         client.stdin.write("\n")
         client.stdin.flush()
         assert client.stdout.readline() == "(4,) (4,)\n"
@@ -260,9 +325,7 @@ def test_a_client_that_is_killed_leaves_no_batch_on_the_ranks(mesh2: Mesh) -> No
         client.communicate(timeout=30)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while set(mesh2.execute(spaces_of_this_rank).values()) != before:
-        assert time.monotonic() < deadline
+    when(lambda: set(mesh2.execute(spaces_of_this_rank).values()) == before)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ have not says so at the line that uses it. Training is compared with plain torch
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,17 @@ def test_a_replicated_tensor_lives_on_and_computes(duo: Mesh, victim: int) -> No
     assert re.search(rf"\d remote tensors from rank {1 - victim} \(replicas\)", str(healed))
     equal_on_all_ranks(y, torch.arange(6.0).reshape(2, 3) * 2)
     equal_on_all_ranks(x + y, torch.arange(6.0).reshape(2, 3) * 3)
+
+
+def test_tensors_live_on_when_a_host_was_killed_with_its_rank() -> None:
+    with create_mesh({"dp": 2}, num_hosts=2) as mesh:
+        x = meshbook.distribute(torch.arange(6.0).reshape(2, 3), mesh)
+        assert x.sum().item() == 15
+        host = mesh.run("__import__('psutil').Process().parent().ppid()", ranks=(1,), echo=False).values[1]
+        os.kill(host, signal.SIGKILL)
+        when(lambda: 1 in mesh.session.lost)
+        mesh.heal()
+        equal_on_all_ranks(x + 1, torch.arange(6.0).reshape(2, 3) + 1)
 
 
 def test_a_view_of_a_replicated_tensor_is_one_on_the_new_rank_too(duo: Mesh) -> None:

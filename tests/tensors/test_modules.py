@@ -283,7 +283,7 @@ def test_errors_of_the_module_come_with_the_ranks_traceback(mesh2: Mesh) -> None
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
-        ({"strategy": "auto"}, NotImplementedError, 'choose one: "fsdp"'),
+        ({"strategy": "auto"}, UsageError, "compares plans for sample="),
         ({"strategy": "zero9"}, UsageError, "there is no strategy 'zero9'; known: \"fsdp\""),
         ({"precision": "fp16"}, UsageError, "there is no precision 'fp16'"),
         ({"placements": [Shard(0)]}, UsageError, "placements and sharding_spec are for tensors"),
@@ -344,7 +344,7 @@ def test_what_was_issued_before_a_module_is_let_go_of_is_computed(mesh2: Mesh, t
     go = tmp_path / "go"
     wait = f"""
         import os, time
-        stop = time.monotonic() + 20.0
+        stop = time.monotonic() + 60.0
         while not os.path.exists({str(go)!r}) and time.monotonic() < stop:
             time.sleep(0.005)
         assert os.path.exists({str(go)!r})

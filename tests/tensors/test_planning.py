@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import name_tensor_meta
 from meshbook.errors import OperationFailed
+from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors import dtensor_patches
 from meshbook.tensors import meta_run
 from meshbook.tensors.creation import adopt
@@ -51,6 +54,34 @@ def test_torch_warns_of_dtensors_that_are_not_ours(name: str, caplog: pytest.Log
         logger.warning("of ours")
     logger.warning("of a user's")
     assert [record.getMessage() for record in caplog.records] == ["of a user's"]
+
+
+def test_what_an_operation_makes_is_found_once_for_all_placements_and_anew_for_other_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtensor_patches.install()
+    metas = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached
+    monkeypatch.setattr(metas, "_found", {})
+    propagate = metas._propagate
+    found = []
+    monkeypatch.setattr(metas, "_propagate", lambda schema: found.append(schema) or propagate(schema))
+    mesh = meta_run.MetaRunner(MeshAxes.of({"dp": 2})).mesh
+
+    def made(function: Any, shape: tuple[int, ...], *others: Any, dim: int | None = None) -> Any:
+        placement = Replicate() if dim is None else Shard(dim)
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape).stride(), torch.float32)
+        return metas(OpSchema(function, (DTensorSpec(mesh, (placement,), tensor_meta=meta), *others), {}))
+
+    aten = torch.ops.aten
+    first = made(aten.sum.dim_IntList, (4, 6), [0])
+    assert first.shape == (6,)
+    assert made(aten.sum.dim_IntList, (4, 6), [0], dim=1) is first
+    assert len(found) == 1
+    assert made(aten.sum.dim_IntList, (4, 6), [1]).shape == (4,)
+    assert made(aten.sum.dim_IntList, (6, 4), [0]).shape == (4,)
+    assert made(aten.sum.dim_IntList, (4, 6), [0], True).shape == (1, 6)
+    assert made(aten.add.Scalar, (3,), 1).dtype == made(aten.add.Scalar, (3,), 1.0).dtype == torch.float32
+    assert len(found) == 6
 
 
 def _bind(placements: Any) -> None:

@@ -239,7 +239,6 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
         while session.foreground.is_idle:  # until it waits for the batch
             threading.Event().wait(0.01)
         session.foreground.interrupt()
-        opened.touch()
 
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -247,6 +246,7 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     with pytest.raises(CellInterrupted):
         engine.flush()
     pressing.join(30)
+    opened.touch()  # only now: a cell that ended before the Stop has reached its ranks would let the batch run
     busy.result(30)
     with pytest.raises(OperationFailed, match="stopped"):
         y.sum().item()

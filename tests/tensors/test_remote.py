@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -30,6 +30,7 @@ from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.remote import RemoteTensor
 from tests.controller.test_run import when
+from tests.standstill import stop
 
 
 def live(mesh: Mesh) -> set[int]:
@@ -514,8 +515,9 @@ def test_remote_tensors_arrive_in_cells_as_the_ranks_own(mesh2: Mesh) -> None:
 
 def test_an_operation_that_fails_on_the_ranks_is_told_where_its_result_is_used(mesh2: Mesh) -> None:
     table, x = distribute(torch.ones(4, 4), mesh2), distribute(torch.ones(4), mesh2)
-    bad = F.embedding(distribute(torch.tensor([1, 9]), mesh2), table)  # the line in question
-    after = (bad + 1).sum()
+    with engine_of(mesh2).sender.lock:  # before the fault is known here: else it is told at the next use of `bad`
+        bad = F.embedding(distribute(torch.tensor([1, 9]), mesh2), table)  # the line in question
+        after = (bad + 1).sum()
     assert (x * 2).sum().item() == 8  # others live on
     with pytest.raises(OperationFailed) as reported:
         after.item()
@@ -576,8 +578,9 @@ def test_a_check_without_a_result_is_told_at_the_next_wait_and_once(mesh2: Mesh)
 
 def test_a_fault_of_one_rank_frees_the_others_from_their_collective(mesh2: Mesh) -> None:
     mesh2.run("mine = torch.eye(4) * (-1 if rank else 1)")
-    root = torch.linalg.cholesky(mesh2["mine"])
-    total = root.reduce("dp")
+    with engine_of(mesh2).sender.lock:  # before the fault is known here
+        root = torch.linalg.cholesky(mesh2["mine"])
+        total = root.reduce("dp")
     with pytest.raises(OperationFailed, match="not positive-definite") as reported:
         total.full_tensor()
     assert 1 in reported.value.failures[0].ranks
@@ -587,32 +590,38 @@ def test_a_fault_of_one_rank_frees_the_others_from_their_collective(mesh2: Mesh)
 
 @pytest.mark.parametrize("read", [lambda x: x.sum().item(), RemoteTensor.full_tensor], ids=["a number", "4 MiB"])
 def test_stop_ends_operations_and_the_mesh_goes_on(
-    mesh2: Mesh, press: Callable[[], None], read: Callable[[Any], Any]
+    mesh2: Mesh, press: Callable[[Mesh], None], read: Callable[[Any], Any]
 ) -> None:
     mesh2.run("import time\nclass Slow: pass")
     x = distribute(torch.ones(1 << 20), mesh2, [Shard(0)])
     read(x + 1)
-    future = mesh2.run("time.sleep(20)", wait=False)
+    future = mesh2.run("time.sleep(600)", wait=False)
     later = x + 1
-    press()
+    press(mesh2)
     with pytest.raises(CellInterrupted):  # in the wait: whatever has to be planned for it has been
         read(later)
     future.interrupt()
-    future.exception(10)
+    future.exception(60)
     assert not mesh2.session.transfer._pool._receiving
     assert (x + 1).sum().item() == 2 << 20
 
 
 @pytest.fixture
-def press() -> Callable[[], None]:
-    """Ctrl-C in a moment, while the main thread waits."""
+def press() -> Iterator[Callable[[Mesh], None]]:
+    """Ctrl-C, as soon as the main thread waits for a mesh."""
+    pressing: list[threading.Thread] = []
 
-    def later() -> None:
-        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.daemon = True
-        timer.start()
+    def later(mesh: Mesh) -> None:
+        def strike() -> None:
+            when(lambda: not mesh.session.foreground.is_idle)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    return later
+        pressing.append(threading.Thread(target=strike))
+        pressing[-1].start()
+
+    yield later
+    for thread in pressing:
+        thread.join(30)
 
 
 def train_for_ever(x: torch.Tensor) -> None:
@@ -645,7 +654,7 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
         large = distribute(torch.ones(4 << 20), mesh, [Shard(0)])
         kept = large.full_tensor()
         (pid,) = mesh.slice(dp=1).execute(os.getpid).values()
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
         killer.start()
         with pytest.raises(RankLost, match="rank 1"):  # in the middle of a read
@@ -689,7 +698,7 @@ def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
     assert live(mesh2) == before
     engine = engine_of(mesh2)
     assert len(engine.queue) == len(engine.queue.freed_ids) == 0
-    assert len(engine.sender.in_flight) == 0
+    assert engine.sender.in_flight.wait_until_fewer(1, 60)  # another thread counts, perhaps after the value is here
 
 
 def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_sides(
@@ -727,12 +736,13 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(mesh2: Mesh, m
         with pytest.raises(KeyboardInterrupt):
             engine.flush()
     assert x.tolist() == [1.0] * 4
-    assert not engine.sender.in_flight
+    assert engine.sender.in_flight.wait_until_fewer(1, 60)
 
 
 def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped(mesh2: Mesh) -> None:
     x = distribute(torch.zeros(4), mesh2) + 1
     seen: list[str] = []
+    gc.collect()  # not while one looks
     sys.setprofile(lambda frame, event, arg: seen.append(f"{event} {frame.f_code.co_name}"))
     del x
     sys.setprofile(None)
@@ -744,14 +754,14 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
     engine = engine_of(mesh2)
     pids = mesh2.execute(os.getpid)
     x.sum().item()
-    most = 0
-    for pid in pids.values():
-        os.kill(pid, signal.SIGSTOP)
+    seen: list[int] = []
+    stop(*pids.values())
 
     def go_on() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(engine.sender.in_flight) < MAX_IN_FLIGHT and time.monotonic() < deadline:
             engine.sender.in_flight.wait_until_fewer(1, 0.05)  # nobody tells when a batch is sent
+        seen.append(len(engine.sender.in_flight))
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
 
@@ -760,12 +770,13 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         resumed.start()
         for _ in range(20_000):
             x = x * 1.0
-            most = max(most, len(engine.sender.in_flight))
-        resumed.join(40)
+            seen.append(len(engine.sender.in_flight))
+        resumed.join(70)
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
-    assert most == MAX_IN_FLIGHT
+    # Two threads send: this one, and the one for batches that are not full. Each waits for room before it sends.
+    assert MAX_IN_FLIGHT <= max(seen) <= MAX_IN_FLIGHT + 1
     assert x.sum().item() == 2
 
 
@@ -779,9 +790,7 @@ def test_a_client_that_leaves_takes_its_tensors_with_it(mesh2: Mesh) -> None:
     assert x.sum().item() == 4
     assert num_spaces() == {count + 1 for count in before}
     other.detach()
-    deadline = time.monotonic() + 10
-    while num_spaces() != before:
-        assert time.monotonic() < deadline
+    when(lambda: num_spaces() == before)
 
 
 def spaces_of_this_rank() -> int:

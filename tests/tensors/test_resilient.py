@@ -21,7 +21,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost, UsageError
 from meshbook.tensors.resilient import MAX_FAULTS
-from tests.controller.test_heal import kill
+from tests.controller.test_heal import kill, press_stop_when
 from tests.controller.test_run import when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
 from tests.tensors.test_heal import DIE_AT
@@ -223,22 +223,27 @@ def test_a_loop_that_was_stopped_goes_on(duo: Mesh, capsys: pytest.CaptureFixtur
     check(training)
 
 
-def test_a_loop_that_was_stopped_while_it_waited_for_a_rank_goes_on(duo: Mesh, tmp_path: Path) -> None:
-    training, sign = Training(duo, "replicated"), tmp_path / "stuck"
+def stop_when_stuck(mesh: Mesh, training: Training, sign: Path, name: str, count: int) -> None:
+    """Train until rank 1 is stuck at an operation of that name; then press Stop."""
     stuck = f"open({str(sign)!r}, 'w').close(); __import__('time').sleep(1000)"
-    source = DIE_AT.format(name="aten::addmm", count=40)
+    source = DIE_AT.format(name=name, count=count)
     assert DIES in source
-    duo.run(source.replace(DIES, stuck), ranks=1, echo=False)
+    mesh.run(source.replace(DIES, stuck), ranks=1, echo=False)
 
-    def stop_when_stuck() -> None:
-        when(lambda: sign.exists() and not duo.session.foreground.is_idle)
+    def stop() -> None:
+        when(lambda: sign.exists() and not mesh.session.foreground.is_idle)
         os.kill(os.getpid(), signal.SIGINT)
 
-    stopper = threading.Thread(target=stop_when_stuck)
+    stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(CellInterrupted):
         training.run()
     stopper.join()
+
+
+def test_a_loop_that_was_stopped_while_it_waited_for_a_rank_goes_on(duo: Mesh, tmp_path: Path) -> None:
+    training = Training(duo, "replicated")
+    stop_when_stuck(duo, training, tmp_path / "stuck", "aten::addmm", 40)
     training.run()
     check(training)
 
@@ -263,6 +268,29 @@ def test_a_stop_and_then_a_loss_before_the_loop_is_run_again_cost_no_step(duo: M
         training.run(at_step(15, lambda: signal.raise_signal(signal.SIGINT)))
     kill(duo, 1)
     duo.heal()
+    training.run()
+    check(training)
+
+
+def test_a_stop_while_a_loop_heals_the_mesh_ends_the_block(duo: Mesh) -> None:
+    training, pid = Training(duo, "cut"), duo.status().ranks[1].pid
+
+    def has_new_process() -> bool:
+        return duo.session.info.ranks[1].pid not in (None, pid)
+
+    def lose_a_rank_and_stop() -> None:
+        kill(duo, 1)
+        press_stop_when(has_new_process)
+
+    lose, stopped = at_step(15, lose_a_rank_and_stop), threading.Event()
+
+    def fault(step: int) -> None:
+        lose(step)
+        if has_new_process():  # the heal was quicker than the Stop, which then comes here
+            stopped.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        training.run(fault)
     training.run()
     check(training)
 
@@ -313,40 +341,24 @@ def test_gradients_that_are_added_up_over_steps_are_part_of_a_snapshot(duo: Mesh
     assert weight.grad.full_tensor().tolist() == [28.0] * 4
 
 
-def test_a_step_that_is_recorded_elsewhere_goes_on_too(duo: Mesh) -> None:
-    def losses(fault: Callable[[int], object], train: Callable[..., Any]) -> list[float]:
-        training = Training(duo, "replicated")
-        found: list[Any] = []
+@pytest.mark.parametrize("model", ["replicated", "cut"])
+def test_a_recorded_step_goes_on_recorded(duo: Mesh, model: str) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    training = Training(duo, model, record=True)
+    train_with_kills(training, 3, random.Random(seed))
+    duo.heal()
+    assert training.compute.stats().replayed > STEPS // 2
+    check(training)
 
-        @meshbook.record
-        def step(x: Any, y: Any) -> Any:
-            training.opt.zero_grad()
-            loss = torch.nn.functional.cross_entropy(training.model(x), y)
-            loss.backward()
-            training.opt.step()
-            return loss.detach()
 
-        def body(number: int, batch: Any) -> None:
-            fault(number)
-            x, y = (meshbook.distribute(one, duo) for one in batch)
-            found.append(step(x, y))
-
-        train(training, found, body)
-        return [loss.item() for loss in found]
-
-    def plainly(training: Training, found: list[Any], body: Callable[..., None]) -> None:
-        for number, batch in enumerate(training.loader):
-            body(number, batch)
-
-    def resiliently(training: Training, found: list[Any], body: Callable[..., None]) -> None:
-        with duo.resilient(*training.things, found, every=8) as run:
-            for number, batch in run.steps(lambda: enumerate(training.loader)):
-                with run.step():
-                    body(number, batch)
-
-    expected = losses(lambda number: None, plainly)
-    assert losses(at_step(30, lambda: kill(duo, 1)), resiliently) == expected
-    assert len(expected) == STEPS
+def test_a_recorded_step_goes_on_after_a_stop_and_a_loss(duo: Mesh, tmp_path: Path) -> None:
+    training = Training(duo, "cut", record=True)
+    stop_when_stuck(duo, training, tmp_path / "stuck", "meshbook::replay", 14)
+    duo.run(DIE_AT.format(name="meshbook::replay", count=9), ranks=0, echo=False)
+    training.run()
+    assert training.compute.stats().replayed > STEPS // 2
+    check(training)
 
 
 def test_an_optimizer_and_a_list_that_the_cell_has_made_anew_are_gone_on_with(duo: Mesh) -> None:

@@ -19,12 +19,12 @@ def test_a_command_arrives_as_it_was_sent() -> None:
 
 
 def test_the_first_frame_is_the_protocol_version() -> None:
-    assert codec.encode(CELL)[0] == b"meshbook/4"
+    assert codec.encode(CELL)[0] == b"meshbook/9"
 
 
 def test_a_newer_peer_is_refused_with_which_end_to_upgrade() -> None:
     with pytest.raises(VersionMismatch, match="upgrade Meshbook here"):
-        codec.client_commands.decode([b"meshbook/5", b""])
+        codec.client_commands.decode([b"meshbook/9999", b""])
 
 
 def test_an_older_peer_is_refused_with_which_end_to_upgrade() -> None:

@@ -36,6 +36,37 @@ def test_a_timer_is_called_when_its_time_has_come_and_not_before() -> None:
     assert called == ["early", "late"]
 
 
+def test_a_loop_that_stood_still_handles_what_has_arrived_before_the_timers_that_are_late() -> None:
+    read_fd, write_fd = os.pipe()
+
+    class Arriving(ManualClock):
+        """Something arrives as the time is read behind the look at what has: so late is what zmq's thread has read."""
+
+        num_reads = 0
+
+        def monotonic(self) -> float:
+            self.num_reads += 1
+            if self.num_reads == 2:
+                os.write(write_fd, b"x")
+            return super().monotonic()
+
+    clock = Arriving()
+    loop, called = Loop(clock), list[str]()
+
+    def arrived() -> None:
+        os.read(read_fd, 1)
+        called.append("arrived")
+
+    loop.watch_fd(read_fd, arrived)
+    loop.call_later(1.0, lambda: called.append("timer"))
+    clock.advance(4.0)
+    clock.num_reads = 0  # the first is for how long it polls
+    loop.run_once(0.0)
+    os.close(write_fd)
+    os.close(read_fd)
+    assert called == ["arrived", "timer"]
+
+
 def test_a_cancelled_timer_is_not_called() -> None:
     clock = ManualClock()
     loop, called = Loop(clock), []

@@ -1,9 +1,10 @@
-"""notebooks/debugging_a_hang.ipynb and surviving_failures.ipynb, executed as a reader would: three hangs explained and
-gone on from, and a training that survives the loss of a rank."""
+"""Notebooks that tell a story, executed as a reader would: three hangs explained and gone on from, a training that
+survives the loss of a rank and a resize, a failure that is replayed in one process, and the origin of a NaN."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from tests.cli.commands import meshbook
@@ -27,12 +28,45 @@ def test_the_notebook_about_a_hang_tells_its_story(tmp_path: Path) -> None:
     assert shown["18"].split()[0] == "4.0"
 
 
-def test_the_notebook_about_failures_kills_a_rank_and_ends_with_the_curve_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_the_notebook_about_failures_has_an_undisturbed_runs_curve_and_deals_each_row_once(
+    tmp_path: Path,
+) -> None:
     path = ROOT / "notebooks" / "surviving_failures.ipynb"
     done = meshbook("run", str(path), "--out", str(tmp_path), cwd=tmp_path)
     assert done.status == 0, done.err
     assert re.search(r"rank 2 \(pid \d+ on .*\) was killed by SIGKILL while the cell ran", done.out)
-    assert re.search(r"rank 2 is back \(fresh process, .*model, opt, losses", done.out)
+    assert re.search(r"rank 2 is back \(fresh process", done.out)
+    # If the loss comes when only some of the others have taken the step, that is said, and the loop goes back further.
+    had = r"model, opt, losses.* from rank 0|not on rank 2: .*model.* \(it differs between the other ranks\)"
+    assert re.search(had, done.out)
     assert re.search(r"elastic: goes on at step \d+", done.out)
     assert "120 losses; the two curves differ by at most 0.0e+00" in done.out
     assert "120 losses are back" in done.out
+    assert "rank 4 → 3" in done.out
+    assert "70 losses; each of 3840 rows was in 1 to 1 batches" in done.out
+
+
+def test_the_notebook_about_a_replay_ends_in_one_process_as_on_the_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "replaying_a_failure.ipynb"  # a copy: bundles are written beside it
+    shutil.copy(ROOT / "notebooks" / path.name, path)
+    done = meshbook("run", str(path), "--out", str(tmp_path / "out"), cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "bundle failures/f1 (" in done.out
+    assert done.out.count("as on the mesh: FloatingPointError at line 15 of an earlier cell") == 2
+    assert "(Pdb) [[1, 3]]" in done.out
+    assert "bundle failures/f2 (of ranks 0-3" in done.out
+
+
+def test_the_notebook_about_a_nan_names_its_origin_and_what_is_not_equal(tmp_path: Path) -> None:
+    path = ROOT / "notebooks" / "finding_a_nan.ipynb"
+    done = meshbook("run", str(path), "--out", str(tmp_path), cwd=tmp_path)
+    assert done.status == 0, done.err
+    found = "first non-finite: step 17, rank 2, model.layers.0 softmax (forward), cell 2, line 15 in forward"
+    assert done.out.count(f"{found}; input max") == 2  # under the cell, and asked for
+    assert "; reached ranks 0-3 by all_reduce #" in done.out
+    assert "25 updates watched, nothing found." in done.out
+    assert re.search(r"model, opt: equal on ranks 0-3 \(\d+ tensors and values compared\)", done.out)
+    assert re.search(r"model.layers.2.out.bias on ranks 1,3: \d+ of 16 differ", done.out)
+    assert "opt.param_groups.0.lr on rank 3: 0.003 instead of 0.001" in done.out
+    assert re.search(r"model.layers.2.out.bias on rank 1: 1 of 16 differ, max [\d.e-]+\n", done.out)
+    assert "equal: False ['model.layers.2.out.bias']" in done.out

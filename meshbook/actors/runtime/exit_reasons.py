@@ -1,19 +1,25 @@
-"""How processes have exited, which may be reported shortly after their sockets have closed."""
+"""How processes have exited, which may be reported after their sockets have closed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.wire.messages import NodeAddress
+from meshbook.wire.stop_timing import ASK_REASON_AFTER_S, REASON_TIMEOUT_S
 
 
 class ExitReasons:
-    """Why processes have exited, by pid. Any thread."""
+    """Why processes have exited, by pid. Any thread.
+
+    Attributes:
+        ask: has it looked whether the process with a pid has ended, and calls a function, perhaps at once, when its
+            exit has been recorded or it has not ended. None: exits are not reported to this process.
+    """
 
     def __init__(self) -> None:
-        self.delay_s = 0.0  # how late a report may be; 0: there are no reports
+        self.ask: Callable[[int, Callable[[], None]], None] | None = None
         self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
         self._ended_with_mesh: BoundedDict[int, bool] = BoundedDict()
         self._changed = threading.Condition()
@@ -39,12 +45,33 @@ class ExitReasons:
         """Return whether the process at `address` was reported to have exited."""
         return address.pid in self._reason_by_pid
 
+    def check(self, address: NodeAddress) -> threading.Event:
+        """Have it looked whether the process at `address` has ended. Returns an event, which is set afterwards."""
+        checked = threading.Event()
+
+        def done() -> None:
+            checked.set()
+            with self._changed:
+                self._changed.notify_all()
+
+        if self.ask is None:
+            checked.set()
+        else:
+            self.ask(address.pid, done)
+        return checked
+
     def describe(self, address: NodeAddress | None, *, wait: bool) -> str:
-        """Return why the process at `address` does not reply. With `wait`, waits up to `delay_s` for a report."""
+        """Return why the process at `address` does not reply. With `wait`, blocks until that has been reported."""
         if address is None:
             return "its process has ended"
+        if wait and self.ask is not None:
+            self._wait_until_reported(address)
+        return f"its process (pid {address.pid}) {self._reason_by_pid.get(address.pid) or 'has ended'}"
+
+    def _wait_until_reported(self, address: NodeAddress) -> None:
         with self._changed:
-            if wait and self.delay_s:
-                self._changed.wait_for(lambda: address.pid in self._reason_by_pid, self.delay_s)
-            reason = self._reason_by_pid.get(address.pid)
-        return f"its process (pid {address.pid}) {reason or 'has ended'}"
+            if self._changed.wait_for(lambda: self.is_known(address), ASK_REASON_AFTER_S):
+                return
+        checked = self.check(address)
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_known(address) or checked.is_set(), REASON_TIMEOUT_S)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from meshbook.clock import monotonic
 from meshbook.errors import MeshbookError
 from meshbook.ids import name_ranks
 from meshbook.wire import messages
@@ -111,10 +112,14 @@ class MeshFailure:
         mesh_name: the mesh of actors or processes that failed, as named in `spawn`.
         ranks: its failed ranks.
         traceback: of the actor, as text; "" if a process has exited.
+        occurred_at: when this process saw it, `time.monotonic()`; how a process has exited may be known only later.
     """
 
-    def __init__(self, mesh_name: str, ranks: Sequence[int], text: str, traceback: str = "") -> None:
+    def __init__(
+        self, mesh_name: str, ranks: Sequence[int], text: str, traceback: str = "", *, occurred_at: float | None = None
+    ) -> None:
         self.mesh_name, self.ranks = mesh_name, tuple(ranks)
+        self.occurred_at = monotonic() if occurred_at is None else occurred_at
         self._text, self.traceback = text, with_source(traceback)
 
     @property
@@ -210,7 +215,9 @@ def _drop_trailing_own_frames(trace: types.TracebackType | None) -> types.Traceb
     rest = _drop_trailing_own_frames(trace.tb_next)
     if rest is None and _module(trace).startswith("meshbook.actors."):
         return None
-    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    # An interrupt may arrive at an instruction that has no line.
+    line = -1 if trace.tb_lineno is None else trace.tb_lineno
+    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, line)
 
 
 def _module(trace: types.TracebackType) -> str:

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.actors.runtime import object_paths
+from meshbook.actors.runtime.recording import MessageRecorder, recording
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.wire.messages import ActiveEndpoint
+
+# Called when the rank is about to exit, which it does without Python's own exit functions.
+exit_callbacks: list[Callable[[], None]] = []
 
 
 def enable_actors(
@@ -30,6 +34,11 @@ def enable_actors(
     return [address.node, address.key, address.pid]
 
 
+def record_messages(recorder: MessageRecorder | None) -> None:
+    """Have the messages of this process's actors noted, also of actors to come; None: no longer."""
+    recording.recorder = recorder
+
+
 def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:
     """Return the running endpoints of the rank's actors. Does not wait."""
     return local_registry().snapshot_endpoints() if has_local_transport() else ()
@@ -41,6 +50,10 @@ def end_actors() -> bool:
     Returns:
         Whether there were any actors.
     """
+    for callback in exit_callbacks:
+        callback()
+    if not has_local_transport():
+        return False
     reason = "its mesh was stopped, or resized without this rank"
     registry = local_registry()
     registry.transport.announce_exit(reason)

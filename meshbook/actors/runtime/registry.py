@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,9 @@ from meshbook.clock import monotonic
 from meshbook.wire import messages
 from meshbook.wire.messages import NodeAddress
 from meshbook.wire.process_control import ACTORS_GRACE_S
+from meshbook.wire.stop_timing import ASK_REASON_AFTER_S, REASON_TIMEOUT_S
 
-_EXPLAIN_S = 0.25  # after which it is usually known how a process has exited
+_EXPLAIN_S = 0.25  # after which it is usually known how a process has exited; then between two looks
 _DRAIN_S = 2.0  # of ACTORS_GRACE_S, for queued messages; the rest is for `__cleanup__`
 
 
@@ -212,6 +212,7 @@ class ActorRegistry:
     def _peer_lost(self, peer: Any, reason: str) -> None:
         if peer.address is None:
             return
+        lost_at = monotonic()
         for actor_id, owned in list(self.owned.items()):
             rank = self._remove_owned(actor_id, owned, peer.address.node)
             if rank is None or owned.stopped or peer.announced_exit is not None:
@@ -222,18 +223,30 @@ class ActorRegistry:
                     return
                 exit_reason = self.transport.exit_reasons.describe(peer.address, wait=False)
                 text = f"rank {rank} of {owned.ref.name!r} is lost: {exit_reason}"
-                self.notify_owner(owned.owner, faults.MeshFailure(owned.ref.name, (rank,), text))
+                self.notify_owner(owned.owner, faults.MeshFailure(owned.ref.name, (rank,), text, occurred_at=lost_at))
 
-            self._call_when_explained(peer.address, tell)
+            self._call_when_explained(peer.address, tell, lost_at)
 
-    def _call_when_explained(self, address: NodeAddress, tell: Callable[[], None], waited_s: float = 0.0) -> None:
+    def _call_when_explained(self, address: NodeAddress, tell: Callable[[], None], lost_at: float) -> None:
         """Call `tell` when it is known how the process there has exited, or will not be known."""
-        exit_reasons = self.transport.exit_reasons
-        if waited_s >= exit_reasons.delay_s or (waited_s and exit_reasons.is_known(address)):
+        exit_reasons, reactor = self.transport.exit_reasons, self.transport.reactor
+        if exit_reasons.ask is None:
             tell()
             return
-        again = functools.partial(self._call_when_explained, address, tell, waited_s + _EXPLAIN_S)
-        self.transport.reactor.call_later(_EXPLAIN_S, again)
+        checked: threading.Event | None = None
+
+        def look() -> None:
+            nonlocal checked
+            waited_s = monotonic() - lost_at
+            if checked is None and waited_s >= ASK_REASON_AFTER_S:
+                checked = exit_reasons.check(address)
+            is_checked = checked is not None and checked.is_set()
+            if is_checked or exit_reasons.is_known(address) or waited_s >= ASK_REASON_AFTER_S + REASON_TIMEOUT_S:
+                tell()
+            else:
+                reactor.call_later(_EXPLAIN_S, look)
+
+        reactor.call_later(_EXPLAIN_S, look)
 
 
 def _wait_until_ended(runners: list[ActorRunner], deadline: float) -> None:

@@ -23,6 +23,7 @@ from meshbook.actors.runtime.calls import IncomingCall, MessageKey, StopRequest
 from meshbook.actors.runtime.context import Context, Instance, context_var, message_var
 from meshbook.actors.runtime.interrupts import INTERRUPTED_BEFORE_START, Interruptible
 from meshbook.actors.runtime.mailbox import Mailbox
+from meshbook.actors.runtime.recording import recording
 from meshbook.actors.runtime.records import ActorRecord, RunningMessage
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import Transport
@@ -298,7 +299,9 @@ class ActorRunner:
         known_context = context_var.get()
         if point is not known_context.message_rank:
             context_var.set(Context(known_context.actor_instance, point))
-        return call.bind(self.actor, point)
+        bound = call.bind(self.actor, point)
+        recording.begun(self, call.request.method, *bound, point)
+        return bound
 
     def _end_call(self, call: IncomingCall, value: Any) -> None:
         try:
@@ -308,6 +311,7 @@ class ActorRunner:
 
     def _fail_call(self, call: IncomingCall, error: BaseException) -> None:
         method, failure = call.request.method, self.init_failure
+        recording.failed(self, error)
         if failure is None:
             failure = faults.describe_exception(error, call=call.request.call)
             if isinstance(error, asyncio.CancelledError) and self._is_stopping:

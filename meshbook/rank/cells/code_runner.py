@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal, TypeVar
@@ -51,7 +51,7 @@ class CodeRunner:
     """Runs cells and functions in a shell. Main thread only.
 
     Attributes:
-        allow_input: whether the running cell may request input.
+        allow_input: whether the running cell or function may request input.
         running_file: the file name that the running cell was compiled under; None between cells.
     """
 
@@ -72,13 +72,20 @@ class CodeRunner:
         """The coroutine that the cells' event loop runs; None when it runs none."""
         return self._shell.event_loop.awaited_coroutine
 
-    def run(self, cell: RunCell, *, select: SelectStatements | None = None) -> CellRun:
+    def run(
+        self,
+        cell: RunCell,
+        *,
+        select: SelectStatements | None = None,
+        before: Callable[[Sequence[CodeType], str], None] | None = None,
+    ) -> CellRun:
         """Run a cell. Blocks until it ends; raises nothing.
 
         A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and continues.
 
         Args:
             select: returns those of the cell's statements that are to be run; None: all.
+            before: called with the cell's code and file name before it runs. Interruptible.
         """
         self._last_call_id, self._num_displays = cell.call, 0
         self.allow_input = cell.allow_input
@@ -88,7 +95,7 @@ class CodeRunner:
         self._gate.begin()
         try:
             with self._output.muted() if cell.silent else contextlib.nullcontext():
-                run, codes = self._run_source(cell, select)
+                run, codes = self._run_source(cell, select, before)
         finally:
             self._gate.end()
             self.allow_input = False
@@ -102,13 +109,14 @@ class CodeRunner:
         except (SyntaxError, ValueError, RecursionError):
             return False
 
-    def call(self, function: Callable[[], Any]) -> CellRun:
+    def call(self, function: Callable[[], Any], *, allow_input: bool = False) -> CellRun:
         """Call a user function as a cell is run: interruptible, with its exception and its value in the result."""
 
         def run() -> Any:
             with ExitForkedChildren():
                 return function()
 
+        allowed_before, self.allow_input = self.allow_input, allow_input
         self._gate.begin()
         try:
             result = self._armed(run)
@@ -116,6 +124,8 @@ class CodeRunner:
             return self._make_failed_run(error)
         finally:
             self._gate.end()
+            self._shell.terminal.end_debugging()
+            self.allow_input = allowed_before
         return CellRun("ok", has_result=True, result=result)
 
     def preview(self, value: Any) -> Preview:
@@ -156,7 +166,12 @@ class CodeRunner:
 
     # ---- cells
 
-    def _run_source(self, cell: RunCell, select: SelectStatements | None) -> tuple[CellRun, list[CodeType]]:
+    def _run_source(
+        self,
+        cell: RunCell,
+        select: SelectStatements | None,
+        before: Callable[[Sequence[CodeType], str], None] | None,
+    ) -> tuple[CellRun, list[CodeType]]:
         source = cell.source
         if not source or source.isspace():
             return CellRun("ok"), []
@@ -177,8 +192,11 @@ class CodeRunner:
                 hook.begin_cell(number, text, silent=cell.silent)
                 codes += self._compiler.compile(text, name, silent=cell.silent, select=select)
                 self.running_file = name
-                self._armed(lambda: self._execute(codes, None if cell.silent else info))
+                if before is not None:
+                    self._armed(lambda: before(codes, name))
+                self._armed(lambda: self._execute(codes, None if cell.silent else info, cell.stop_first))
             finally:
+                shell.terminal.end_debugging()
                 self.running_file = None
                 if stores_history:
                     shell.execution_count = number + 1
@@ -186,6 +204,9 @@ class CodeRunner:
             hook.end_cell()
             run = self._make_failed_run(error)
             outcome.error_in_exec = error
+            if run.status == "error":
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._armed(shell.debugger)  # with `%pdb on`
         else:
             has_result, result = hook.end_cell()
             run = CellRun("ok", has_result=has_result, result=result)
@@ -194,10 +215,11 @@ class CodeRunner:
         outcome.error_in_exec = None  # an exception references its frames, and these reference the cell's locals
         return run, codes
 
-    def _execute(self, codes: list[CodeType], info: Any) -> None:
+    def _execute(self, codes: list[CodeType], info: Any, stop_first: bool) -> None:
         """
         Args:
             info: IPython's description of the cell, for hooks; None: of a silent cell.
+            stop_first: the debugger stops at the first line.
         """
         shell = self._shell
         with shell.display_trap:
@@ -206,6 +228,8 @@ class CodeRunner:
                 self._trigger("pre_run_cell", info)
             try:
                 with ExitForkedChildren():
+                    if stop_first:
+                        shell.terminal.stop_at_first_line()
                     if any(map(has_top_level_await, codes)):
                         shell.event_loop.run(self._execute_async(codes))
                         return

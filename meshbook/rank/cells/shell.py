@@ -84,7 +84,7 @@ class RankShell(InteractiveShell):
         self.undo = contextlib.ExitStack()
         self._gate = gate
         self._preset_names: dict[str, Any] = {}
-        self.terminal = TerminalReplacement(self._preset_names)
+        self.terminal = TerminalReplacement(self._preset_names, self.cell_title)
         with without_database():
             # display_page: pager output is displayed instead, because `less` would wait for a terminal forever.
             super().__init__(display_page=True, **kwargs)
@@ -203,15 +203,21 @@ class RankShell(InteractiveShell):
         sys.last_traceback = value.__traceback__
         return kind, value, value.__traceback__
 
+    def cell_title(self, file: str) -> str | None:
+        """Return "cell 12" for the file name of a cell."""
+        kind_and_name = self.compile.format_code_name(file)
+        return None if kind_and_name is None else f"cell {kind_and_name[1].removeprefix('In[').removesuffix(']')}"
+
     def debugger(self, force: bool = False) -> None:
-        """Handle `%debug`: print how to inspect the failure, because a rank has no terminal."""
+        """Handle `%debug`, and `%pdb on` after a failure: look at the last failure of this rank in the debugger."""
         if not (force or self.call_pdb):
             return
-        if getattr(sys, "last_value", None) is None:
+        error = getattr(sys, "last_value", None)
+        if error is None:
             print("Nothing has failed on this rank yet.")
-            return
-        self.showtraceback()
-        print(self.terminal.debug_advice())
+        elif not self.terminal.inspect(error):
+            self.showtraceback()
+            print(self.terminal.debug_advice())
 
     # -----------------------------------------------------------------------------------------------------------------
     # Replacements for a terminal

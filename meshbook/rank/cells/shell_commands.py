@@ -81,8 +81,9 @@ def _user_shell() -> str | None:
 
 def _read_chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
     """Yield the command's output until it has exited and everything is read, even if its children hold the terminal."""
+    has_exited = False
     while True:
-        readable, _, _ = select.select([master], [], [], 0.05)
+        readable, _, _ = select.select([master], [], [], 0 if has_exited else 0.05)
         if readable:
             try:
                 data = os.read(master, 1 << 16)
@@ -91,8 +92,10 @@ def _read_chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[byte
             if not data:
                 return
             yield data
-        elif process.poll() is not None:
+        elif has_exited:
             return
+        else:
+            has_exited = process.poll() is not None  # it may have written since: look again
 
 
 def _terminate(process: subprocess.Popen[bytes], master: int) -> None:

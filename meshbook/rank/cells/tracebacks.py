@@ -7,9 +7,12 @@ that cannot be pickled.
 from __future__ import annotations
 
 import asyncio
+import bdb
+import cmd
 import contextlib
 import io
 import os
+import pdb
 import pickle
 import sys
 import traceback
@@ -42,6 +45,7 @@ MAX_PICKLE_BYTES: Final = 16 << 10
 _MESHBOOK_FOLDER: Final = str(Path(__file__).resolve().parents[2]) + os.sep
 _IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep
 _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
+_DEBUGGER_FILES: Final = tuple(str(module.__file__) for module in (bdb, pdb, cmd))
 # Meshbook's files whose frames represent an action of the user: a missing name in an expression, a cell that does not
 # compile, an interrupt before its first line. An exception that has only Meshbook's frames and ends in another file is
 # a defect of Meshbook and retains them.
@@ -61,7 +65,7 @@ class Renderer(Protocol):
 def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
     """Return the report of an exception. Removes Meshbook's frames from it, and from its causes and contexts."""
     strip_meshbook_frames(error)
-    text = _error_text(error)
+    text = error_text(error)
     if isinstance(error, CollectiveAborted):  # its location is sufficient: the fault is another rank's, and shown there
         return RankError(
             ename=type(error).__name__,
@@ -84,7 +88,7 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
         ename=type(error).__name__,
         evalue=text,
         traceback=_truncate_rendered(rendered),
-        frames=_extract_frames(error.__traceback__),
+        frames=to_frames(error.__traceback__),
         pickled=_pickle_error(error),
         notes=tuple(escape_surrogates(_truncate_text(note)) for note in _error_notes(error)),
     )
@@ -168,6 +172,8 @@ def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
         return tb
     while remaining and remaining[0].tb_frame.f_code.co_filename.startswith(_ASYNCIO_FOLDER):
         del remaining[0]  # the event loop in which an `await` of the cell ran
+    while remaining and remaining[-1].tb_frame.f_code.co_filename in _DEBUGGER_FILES:
+        del remaining[-1]  # the rank's debugger, from which the cell was ended
     if not remaining and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
         return tb
     return _rebuild_traceback(remaining)
@@ -207,10 +213,14 @@ def _iter_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def _extract_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
+def to_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
     """Return the frames, outermost first, without IPython's, which differ between versions."""
     frames = [
-        Frame(file=entry.tb_frame.f_code.co_filename, line=entry.tb_lineno, function=entry.tb_frame.f_code.co_name)
+        Frame(
+            file=entry.tb_frame.f_code.co_filename,
+            line=entry.tb_lineno or entry.tb_frame.f_code.co_firstlineno,  # as in `_rebuild_traceback`
+            function=entry.tb_frame.f_code.co_name,
+        )
         for entry in _iter_traceback(tb)
         if not entry.tb_frame.f_code.co_filename.startswith(_IPYTHON_FOLDER)
     ]
@@ -219,7 +229,8 @@ def _extract_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return the message of an exception as it is reported."""
     try:
         text = str(error)
     except Exception as failure:

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 class CheckpointDoor:
-    """Passes commands about checkpoints to `RankCheckpoints`, and its reports to `outbox`."""
+    """Passes commands about checkpoints to `RankCheckpoints`, and its reports to the service thread."""
 
-    def __init__(self, rank: int, device: str, namespace: MutableMapping[str, Any], groups: RankGroups) -> None:
-        self.outbox = Outbox()
+    def __init__(
+        self, rank: int, device: str, namespace: MutableMapping[str, Any], groups: RankGroups, outbox: Outbox
+    ) -> None:
         self._rank, self._device = rank, device
-        self._namespace, self._groups = namespace, groups
+        self._namespace, self._groups, self._outbox = namespace, groups, outbox
         self._checkpoints: RankCheckpoints | None = None
 
     def save(self, command: messages.SaveCheckpoint) -> dict[str, Any]:
@@ -32,6 +33,11 @@ class CheckpointDoor:
     def restore(self, command: messages.RestoreCheckpoint) -> dict[str, Any]:
         """As `RankCheckpoints.restore`. Main thread."""
         return self._open().restore(command)
+
+    def write_files(self, save: CallId) -> None:
+        """As `RankCheckpoints.write_files`. Service thread."""
+        if self._checkpoints is not None:
+            self._checkpoints.write_files(save)
 
     def write_metadata(self, save: CallId) -> None:
         """As `RankCheckpoints.write_metadata`. Service thread."""
@@ -55,7 +61,7 @@ class CheckpointDoor:
                 self._device,
                 self._namespace,
                 generation=self._generation,
-                report=self.outbox.put,
+                report=self._outbox.put,
             )
         self._checkpoints.world_size = self._groups.world_size
         return self._checkpoints

@@ -82,7 +82,7 @@ def read_state(name: str, namespace: Mapping[str, Any]) -> NamedState:
         case "generator":
             state.values[name,] = target.get_state()
         case "stateful":
-            _flatten((name,), target.state_dict(), state)
+            flatten((name,), target.state_dict(), state)
         case _:
             state.values[name,] = target
     for path, tensor in state.tensors.items():
@@ -128,7 +128,7 @@ def _read_optimizer(state: NamedState, namespace: Mapping[str, Any]) -> None:
         groups.append({**others, "params": [names[parameter] for parameter in group["params"]]})
     state.values[name, "param_groups"] = groups
     for parameter, parameter_state in optimizer.state.items():
-        _flatten((name, "state", names[parameter]), parameter_state, state, descend=True)
+        flatten((name, "state", names[parameter]), parameter_state, state, descend=True)
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, name: str, namespace: Mapping[str, Any]) -> dict[Any, str]:
@@ -171,13 +171,13 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def _flatten(path: Path, value: Any, state: NamedState, *, descend: bool = False) -> None:
+def flatten(path: Path, value: Any, state: NamedState, *, descend: bool = False) -> None:
     """Sort a state dict into tensors and values; dicts without tensors are one value."""
     if isinstance(value, torch.Tensor):
         state.tensors[path] = value
     elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and (descend or _has_tensor(value)):
         for key, inner in value.items():
-            _flatten((*path, key), inner, state)
+            flatten((*path, key), inner, state)
     else:
         _check_value(key_of(path), value)
         state.values[path] = value

@@ -2,16 +2,21 @@
 
 Tensors of modules that all ranks hold alike are written once, by the rank that has least to write. What differs between
 ranks is written by each of them: under its own key by the lowest rank that has it, and under `<key>@rank<r>` by others.
+
+A plan depends on the structure of what is saved and on which values differ between ranks, not on the values. It is used
+again for as long as both are the same on all ranks: training waits for planning, and a loop saves the same names.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +33,7 @@ class Summary(NamedTuple):
 
     kinds: dict[str, str]  # by name
     fingerprints: dict[Path, str]  # of what is not sharded; several ranks may hold it
+    known_plan: str = ""  # the save whose plan fits this rank's state as well; "": none
 
 
 class LocalPart(NamedTuple):
@@ -74,10 +80,10 @@ def summarize(states: Iterable[NamedState], serialized: Mapping[Path, bytes], *,
     return Summary({state.name: state.kind for state in states}, fingerprints)
 
 
-def find_own_keys(rank: int, summaries: list[Summary]) -> tuple[dict[Path, Path], set[Path]]:
-    """Return under which paths this rank saves what it does not share, and all paths whose values differ.
+def find_differing(summaries: list[Summary]) -> dict[Path, tuple[int, ...]]:
+    """Return the paths whose values differ, each with the ranks that have another value than the first that has it.
 
-    Paths that the first map does not have are saved as they are. Pure.
+    Pure.
 
     Raises:
         CheckpointError: a name is of different kinds on the ranks.
@@ -87,43 +93,95 @@ def find_own_keys(rank: int, summaries: list[Summary]) -> tuple[dict[Path, Path]
             raise CheckpointError(
                 f"`{name}` is a {kind} on rank 0 and a {summaries[others[0]].kinds[name]} on {name_ranks(others)}"
             )
-    renamed, differing = {}, set()
+    differing = {}
     for path in {path for summary in summaries for path in summary.fingerprints}:
         holders = [(at, each.fingerprints[path]) for at, each in enumerate(summaries) if path in each.fingerprints]
-        first = holders[0][1]
-        if any(other != first for _, other in holders):
-            differing.add(path)
-            if any(at == rank and other != first for at, other in holders):
-                renamed[path] = (*path[:-1], f"{path[-1]}@rank{rank}")
-    return renamed, differing
+        if others := [at for at, fingerprint in holders if fingerprint != holders[0][1]]:
+            differing[path] = tuple(others)
+    return differing
 
 
-def plan_save(read_states: Callable[[], list[NamedState]], exchange: Exchange, writer: FileSystemWriter) -> LocalPart:
-    """Plan a save together with all ranks. Starts collectives.
+class _KnownPlan(NamedTuple):
+    """What a save has planned, and for which states."""
 
-    Args:
-        read_states: reads what is to be saved; what it raises on one rank is raised on all.
+    save: str  # the same on all ranks
+    structure: tuple[Any, ...]  # of this rank's states
+    differing: dict[Path, tuple[int, ...]]
+    plan: SavePlan
+    metadata: Metadata | None
 
-    Raises:
-        CheckpointError: it cannot be saved; all ranks raise it.
-    """
-    states: list[NamedState] = []
-    serialized: dict[Path, bytes] = {}
 
-    def read() -> Summary:
-        states.extend(read_states())
-        serialized.update(serialize_values(states))
-        return summarize(states, serialized, is_alone=exchange.world_size == 1)
+class SavePlans:
+    """Plans the saves of one rank, together with the other ranks."""
 
-    summaries = exchange.all_gather(attempt(read))
-    renamed, differing = find_own_keys(exchange.rank, summaries)
-    tensors: dict[Path, Any] = {}
-    values: dict[Path, bytes] = {}
-    for state in states:
-        skipped = state.from_first_rank if exchange.rank > 0 else ()
-        tensors |= {renamed.get(path, path): each for path, each in state.tensors.items() if path not in skipped}
-        values |= {renamed.get(path, path): serialized[path] for path in state.values}
-    planner = _Planner({**tensors, **values})
+    def __init__(self) -> None:
+        self._known: _KnownPlan | None = None
+
+    def plan(
+        self,
+        save: str,
+        generation: int,
+        read_states: Callable[[], list[NamedState]],
+        exchange: Exchange,
+        writer: FileSystemWriter,
+    ) -> LocalPart:
+        """Plan a save. Starts collectives.
+
+        Args:
+            save: its name, the same on all ranks and another for each save.
+            generation: of the process groups.
+            read_states: reads what is to be saved; what it raises on one rank is raised on all.
+
+        Raises:
+            CheckpointError: it cannot be saved; all ranks raise it.
+        """
+        states: list[NamedState] = []
+        serialized: dict[Path, bytes] = {}
+        structure: list[Any] = [generation, exchange.world_size]
+
+        def read() -> Summary:
+            states.extend(read_states())
+            serialized.update(serialize_values(states))
+            structure.extend(describe_structure(states))
+            is_known = self._known is not None and self._known.structure == tuple(structure)
+            summary = summarize(states, serialized, is_alone=exchange.world_size == 1)
+            return summary._replace(known_plan=self._known.save) if self._known is not None and is_known else summary
+
+        summaries = exchange.all_gather(attempt(read))
+        differing = find_differing(summaries)
+        tensors: dict[Path, Any] = {}
+        values: dict[Path, bytes] = {}
+        own = {path: _own_path(path, exchange.rank) for path, ranks in differing.items() if exchange.rank in ranks}
+        for state in states:
+            skipped = state.from_first_rank if exchange.rank > 0 else ()
+            tensors |= {own.get(path, path): each for path, each in state.tensors.items() if path not in skipped}
+            values |= {own.get(path, path): serialized[path] for path in state.values}
+        known = self._known
+        proposed = {summary.known_plan for summary in summaries}  # of all ranks, so that all decide alike
+        if known is None or proposed != {known.save} or known.differing != differing:
+            plan, metadata = _plan_together({**tensors, **values}, exchange, writer)
+            known = self._known = _KnownPlan(save, tuple(structure), differing, plan, metadata)
+        per_rank = {path[0] for path in differing}
+        return LocalPart(
+            known.plan,
+            {key_of(path): each for path, each in tensors.items()},
+            {key_of(path): each for path, each in values.items()},
+            tuple(SavedName(state.name, state.kind, state.name in per_rank) for state in states),
+            # DCP writes into it where this save's data is.
+            None if known.metadata is None else dataclasses.replace(known.metadata),
+        )
+
+
+def _own_path(path: Path, rank: int) -> Path:
+    """Return under which path a rank saves a value that is another than the first rank's."""
+    return (*path[:-1], f"{path[-1]}@rank{rank}")
+
+
+def _plan_together(
+    state: Mapping[Path, Any], exchange: Exchange, writer: FileSystemWriter
+) -> tuple[SavePlan, Metadata | None]:
+    """Return DCP's plan for this rank, and on rank 0 the metadata of all. Starts collectives."""
+    planner = _Planner(state)
     writer.set_up_storage_writer(exchange.rank == 0)
     local = writer.prepare_local_plan(planner.create_local_plan())
     found: list[Metadata] = []
@@ -134,15 +192,32 @@ def plan_save(read_states: Callable[[], list[NamedState]], exchange: Exchange, w
         return writer.prepare_global_plan(plans)
 
     plan = planner.finish_plan(exchange.reduce_scatter(local, plan_globally))
-    per_rank = {path[0] for path in differing}
-    names = tuple(SavedName(state.name, state.kind, state.name in per_rank) for state in states)
-    return LocalPart(
-        plan,
-        {key_of(path): each for path, each in tensors.items()},
-        {key_of(path): each for path, each in values.items()},
-        names,
-        found[0] if found else None,
-    )
+    return plan, found[0] if found else None
+
+
+def describe_structure(states: Iterable[NamedState]) -> list[Any]:
+    """Return all that a plan depends on of this rank's states, to be compared. Refers to no tensor and no mesh."""
+    layouts: dict[int, Any] = {}  # by the id of a mesh, which many tensors share
+
+    def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+        if not isinstance(tensor, DTensor):
+            return (type(tensor), tensor.shape, TensorProperties.create_from_tensor(tensor))
+        mesh, local = tensor.device_mesh, tensor.to_local()
+        if id(mesh) not in layouts:
+            layouts[id(mesh)] = (mesh.mesh.shape, mesh.mesh.flatten().tolist(), mesh.get_coordinate())
+        properties = TensorProperties.create_from_tensor(local)
+        return (type(tensor), tensor.shape, tensor.placements, layouts[id(mesh)], local.shape, properties)
+
+    return [
+        (
+            state.name,
+            state.kind,
+            [(path, describe(tensor)) for path, tensor in state.tensors.items()],
+            list(state.values),
+            state.from_first_rank,
+        )
+        for state in states
+    ]
 
 
 class _Planner(DefaultSavePlanner):

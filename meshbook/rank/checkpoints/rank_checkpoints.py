@@ -1,8 +1,9 @@
 """A rank's checkpoints: it saves names of its namespace, writes in the background, and restores.
 
 Saving is three steps. On the main thread all ranks plan together and each copies its part (`save`); that is all that
-training waits for. Then a thread of each rank writes its files, and reports. When the supervisor has every rank's
-report, rank 0 writes `.metadata` (`write_metadata`), and the supervisor commits the folder.
+training waits for. When all have copied theirs (`write_files`), a thread of each rank writes its files, and reports:
+sooner, it would take time from the ranks that still copy. When the supervisor has every rank's report, rank 0 writes
+`.metadata` (`write_metadata`), and the supervisor commits the folder.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Save:
     folder: Path
     part: planning.LocalPart | None = None
     is_dropped: bool = False
+    released: threading.Event = field(default_factory=threading.Event)  # its files may be written, or it is dropped
     written: threading.Event = field(default_factory=threading.Event)  # the staging buffers may be used again
 
 
@@ -66,7 +68,7 @@ class RankCheckpoints:
         """
         self._rank, self.world_size, self._device, self._namespace = rank, world_size, device, namespace
         self._generation, self._report = generation, report
-        self._buffers = StagingBuffers()
+        self._plans, self._buffers = planning.SavePlans(), StagingBuffers()
         self._saves: dict[CallId, _Save] = {}
         self._last: _Save | None = None
 
@@ -97,11 +99,14 @@ class RankCheckpoints:
     def _stage_and_write(self, save: _Save) -> int:
         exchange = Exchange(self._rank, self.world_size)
         writer, files = writing.make_writer(save.folder, lambda: save.is_dropped)
-        part = save.part = planning.plan_save(lambda: self._read_states(save), exchange, writer)
+        part = save.part = self._plans.plan(
+            save.command.call, save.generation, lambda: self._read_states(save), exchange, writer
+        )
         staged = self._buffers.stage(part.plan, part.tensors, part.values)
         save.part = part._replace(tensors={}, values={})
 
         def write() -> None:
+            save.released.wait()
             try:
                 if self._rank == 0:
                     checkpoint_folders.remove_leftovers(save.command.path, tuple(self._saves))
@@ -146,6 +151,11 @@ class RankCheckpoints:
 
     # ---- the service thread
 
+    def write_files(self, save_id: CallId) -> None:
+        """All ranks have copied their parts: have this rank's written. Does not block."""
+        if (save := self._saves.get(save_id)) is not None:
+            save.released.set()
+
     def write_metadata(self, save_id: CallId) -> None:
         """Every rank has written its files: have `.metadata` written. Does not block."""
         save = self._saves.get(save_id)
@@ -164,6 +174,7 @@ class RankCheckpoints:
         save = self._saves.pop(save_id, None)
         if save is not None:
             save.is_dropped = True
+            save.released.set()
 
     # ---- threads that write
 

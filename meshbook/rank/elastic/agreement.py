@@ -325,7 +325,7 @@ def find_sources(lost: int, manifests: Sequence[Manifest], held: Sequence[HeldSn
     return Source(part, ranks)
 
 
-class Plan(Struct, frozen=True, array_like=True):
+class SnapshotPlan(Struct, frozen=True, array_like=True):
     """How a snapshot is put together: what all parts consist of, and by lacking rank where its part is."""
 
     manifests: list[Manifest]

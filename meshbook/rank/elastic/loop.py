@@ -284,7 +284,7 @@ class ElasticLoop(Generic[Batch]):
     def _go_on_resized(self, run: Run, decision: GoBack) -> None:
         """Go on, on another number of ranks than before, from a snapshot whose state those held alike."""
         snapshot = run.find(decision.snapshot.number)
-        names, parts = resized.share_parts(self._rank, decision, snapshot, [*self._names, NOW])
+        names, parts = resized.share_parts(self._rank, decision, run, [*self._names, NOW], self._runs.namespace)
         own = [name for name in self._names if name not in names]
         if decision.is_own_loop:
             run.call, run.source = self._runs.call, self._runs.source_digest()

@@ -13,33 +13,52 @@ from meshbook.errors import UsageError
 from meshbook.rank.elastic import transfer
 from meshbook.rank.elastic.agreement import GoBack, replicated_names
 from meshbook.rank.elastic.contents import Part
-from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.elastic.runs import Run
+from meshbook.rank.elastic.versions import is_unchanged
 from meshbook.rank.healing.contents import has_state
 
 _packer = msgspec.msgpack.Encoder()
 _names = msgspec.msgpack.Decoder(list[str])
+_answers = msgspec.msgpack.Decoder(dict[str, Any])
+
+
+def _find_moved(run: Run, names: Sequence[str], namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names whose tensors a resize has cut anew, as they were in the snapshot, and nobody changed since.
+
+    A rank that has joined was given them by the others, and says what these say. Blocks.
+    """
+    moved = [
+        name
+        for name, versions in run.moved.items()
+        if name in names and name in namespace and versions and is_unchanged(namespace[name], versions)
+    ]
+    own = {"moved": moved, "joined": not run.complete}
+    said = [_answers.decode(text) for text in transfer.gather(_packer.encode(own))]
+    old = [set(one["moved"]) for one in said if not one["joined"]]
+    return [name for name in names if all(name in one for one in old)] if old else []
 
 
 def share_parts(
-    rank: int, decision: GoBack, snapshot: Snapshot | None, names: Sequence[str]
+    rank: int, decision: GoBack, run: Run, names: Sequence[str], namespace: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Part]]:
-    """Return the names whose state was equal on all ranks, and parts of all names that this rank can have. Blocks.
+    """Return the names whose state is the same for all ranks, and parts of names that this rank is to load. Blocks.
 
-    Args:
-        snapshot: this rank's; None: it gets those of the names that were equal, and the last of `names` in any case.
+    That is what was equal on all ranks before, and what a resize has cut anew, which is not loaded. A rank without a
+    snapshot gets the parts of what was equal, and the last of `names` in any case.
     """
+    snapshot, moved = run.find(decision.snapshot.number), _find_moved(run, names, namespace)
     alike = set[str]() if snapshot is None else replicated_names(snapshot.manifests)
-    equal = [name for name in names if name in alike]
+    equal = [name for name in names if name in alike and name not in moved]
     equal = _names.decode(transfer.gather(_packer.encode(equal))[decision.source])
     if snapshot is not None:
         parts = snapshot.parts(names)
         for other in decision.lacking if rank == decision.source else ():
             sent = {name: part for name, part in parts.items() if name in equal or name == names[-1]}
             dist.send_object_list([sent], other, device=torch.device("cpu"))
-        return equal, parts
+        return [*equal, *moved], {name: part for name, part in parts.items() if name not in moved}
     received: list[Any] = [None]
     dist.recv_object_list(received, decision.source, device=torch.device("cpu"))
-    return equal, received[0]
+    return [*equal, *moved], received[0]
 
 
 def check(decision: GoBack, own: Sequence[str], namespace: Mapping[str, Any], *, has_rows: bool) -> None:

@@ -7,7 +7,7 @@ ended well; until then the same loops, called again, go on where it was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from meshbook.rank.elastic.agreement import (
     GoBack,
     HeldSnapshot,
     Manifest,
-    Plan,
     Record,
+    SnapshotPlan,
     explain_loss,
     explain_uneven_steps,
     find_sources,
@@ -28,6 +28,7 @@ from meshbook.rank.elastic.agreement import (
 )
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.snapshots import Snapshot
+from meshbook.rank.elastic.versions import Versions
 from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
@@ -35,7 +36,7 @@ from meshbook.rank.process_groups.memory_transfer import receive_memory, send_me
 _packer = msgspec.msgpack.Encoder()
 _manifests = msgspec.msgpack.Decoder(tuple[HeldSnapshot, Manifest])
 _contents = msgspec.msgpack.Decoder(list[bytes])
-_plans = msgspec.msgpack.Decoder(list[Plan | None])
+_plans = msgspec.msgpack.Decoder(list[SnapshotPlan | None])
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Run:
         complete: snapshots that every rank has completed; one, or two while it is not known whether all know.
         spare: one whose memory can be used again.
         function: what the user has called, for errors.
+        moved: names whose tensors were cut anew for other ranks when they were as in the last snapshot, and their
+            versions since then.
     """
 
     number: int
@@ -68,10 +71,16 @@ class Run:
     complete: list[Snapshot] = field(default_factory=list)
     spare: Snapshot | None = None
     function: str = "mesh.elastic"
+    moved: dict[str, Versions] = field(default_factory=dict)
 
     def describe(self) -> Record:
         held = [snapshot.held for snapshot in self.complete if snapshot.held is not None]
         return Record(self.number, self.call, self.source, self.is_open, self.loop, self.reached, held)
+
+    def has_any(self, names: Collection[str]) -> bool:
+        """Whether one of these names is in the state of the last snapshot."""
+        manifests = self.complete[-1].manifests if self.complete else []
+        return any(name in manifest.parts for manifest in manifests for name in names)
 
     @property
     def next_number(self) -> int:
@@ -126,15 +135,15 @@ class Run:
     def find(self, number: int) -> Snapshot | None:
         return next((one for one in self.complete if one.held is not None and one.held.number == number), None)
 
-    def _choose(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, Plan]:
-        own: list[Plan | None] = []
+    def _choose(self, rank: int, options: Sequence[GoBack]) -> tuple[GoBack, SnapshotPlan]:
+        own: list[SnapshotPlan | None] = []
         for option in options:
             have = self.find(option.snapshot.number)
             lowest = next(at for at, held in enumerate(option.held) if held is not None)
             if rank == lowest:
                 assert have is not None  # as this rank has said
                 sources = [find_sources(lost, have.manifests, option.held) for lost in option.lacking]
-                own.append(Plan(have.manifests, sources))
+                own.append(SnapshotPlan(have.manifests, sources))
             else:
                 own.append(None)
         plans = [_plans.decode(text) for text in transfer.gather(_packer.encode(own))]
@@ -146,7 +155,7 @@ class Run:
         assert found[0] is not None
         raise UsageError(explain_loss(options[0].snapshot, found[0].why_not, self.function))
 
-    def _exchange_parts(self, rank: int, chosen: GoBack, plan: Plan, have: Snapshot | None) -> Snapshot | None:
+    def _exchange_parts(self, rank: int, chosen: GoBack, plan: SnapshotPlan, have: Snapshot | None) -> Snapshot | None:
         """Send and receive parts of ranks that lack theirs. Return this rank's, if it is one of them. Blocks."""
         received = None
         for lost, source in zip(chosen.lacking, plan.sources, strict=True):

@@ -30,6 +30,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
         digest: equal for equal contents; None: not comparable.
         rest_digest: the same, of what may differ between replicas: buffers of a module.
         groups: names and members of the process group, or of the groups of a DeviceMesh, by dim.
+        slice_of_mesh: of a DeviceMesh that is a slice of `mesh`: its axes.
         is_sharded: it has tensors of which other ranks hold other parts.
     """
 
@@ -38,6 +39,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     digest: str | None = None
     rest_digest: str | None = None
     groups: tuple[tuple[str, Ranks], ...] = ()
+    slice_of_mesh: tuple[str, ...] = ()
     is_sharded: bool = False
 
 
@@ -47,6 +49,7 @@ class Choice(Struct, frozen=True, gc=False):
     source: int | None
     why: str
     groups: tuple[str, ...] = ()  # the new rank's process groups that it is made of; it needs no source then
+    slice_of_mesh: tuple[str, ...] = ()  # it is `mesh`, cut to these axes
 
 
 def choose_sources(
@@ -128,6 +131,8 @@ def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:
     """Return the choice for a process group or a DeviceMesh: the groups that the new rank is a member of."""
     having = {other: one for other, one in found.items() if one.groups}
     source, first = next(iter(having.items()))
+    if first.slice_of_mesh and len({one.slice_of_mesh for one in found.values()}) == 1:
+        return Choice(source, "made anew", slice_of_mesh=first.slice_of_mesh)
     names = []
     for dim in range(len(first.groups)):
         of_dim = (one.groups[dim] for one in having.values() if len(one.groups) == len(first.groups))

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.rank.healing.choice import Held
 from meshbook.rank.memory_digests import digest
@@ -29,14 +30,18 @@ class _NotComparable(Exception):
     """Raised for content that has no digest; the text names its class."""
 
 
-def describe_names(namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, Held]:
-    """Return what is held under each of these names. Reads all of it: about 0.3 s per GB on a CPU."""
-    return {name: describe(namespace[name]) for name in names if name in namespace}
+def describe_names(namespace: Mapping[str, Any], names: Iterable[str], *, with_shards: bool = True) -> dict[str, Held]:
+    """Return what is held under each of these names. Reads all of it: about 0.3 s per GB on a CPU.
+
+    Args:
+        with_shards: read the contents of DTensors.
+    """
+    return {name: describe(namespace[name], with_shards=with_shards) for name in names if name in namespace}
 
 
-def describe(value: Any) -> Held:
+def describe(value: Any, *, with_shards: bool = True) -> Held:
     kind = type(value)
-    name = kind.__name__
+    name = kind.__name__ + (_ddp_options(value) if isinstance(value, DistributedDataParallel) else "")
     if isinstance(value, WatchedGroup):
         return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
     if isinstance(value, DeviceMesh):
@@ -49,10 +54,10 @@ def describe(value: Any) -> Held:
         if isinstance(value, torch.nn.Module):
             rest = _digest([(key, buffer) for key, buffer in value.named_buffers()])
             own = [(key, parameter) for key, parameter in value.named_parameters()]
-            return _describe_contents("state", name, [own, value.training], rest)
+            return _describe_contents("state", name, [own, value.training], rest, with_shards=with_shards)
         if has_state(value):
-            return _describe_contents("state", name, value.state_dict())
-        return _describe_contents("plain" if kind in PLAIN_TYPES else "value", name, value)
+            return _describe_contents("state", name, value.state_dict(), with_shards=with_shards)
+        return _describe_contents("plain" if kind in PLAIN_TYPES else "value", name, value, with_shards=with_shards)
     except _NotComparable as error:
         opaque = isinstance(value, (types.GeneratorType, types.CoroutineType)) or hasattr(value, "fileno")
         return Held("opaque" if opaque else "value", str(error) or name)
@@ -60,10 +65,18 @@ def describe(value: Any) -> Held:
         return Held("value", name)
 
 
-def _describe_contents(kind: str, name: str, contents: Any, rest_digest: str | None = None) -> Held:
-    digester = _Digester()
+def _describe_contents(
+    kind: str, name: str, contents: Any, rest_digest: str | None = None, *, with_shards: bool
+) -> Held:
+    digester = _Digester(with_shards=with_shards)
     digester.add(contents, 0)
     return Held(kind, name, digester.hash.hexdigest(), rest_digest, is_sharded=digester.is_sharded)
+
+
+def _ddp_options(model: DistributedDataParallel) -> str:
+    """Return what a DDP model was made with and its collectives depend on: one made otherwise is another type."""
+    names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap")
+    return "".join(f" {name}={getattr(model, name, None)}" for name in names)
 
 
 def _is_sampler_of_rank(value: Any) -> bool:
@@ -113,8 +126,8 @@ class _Digester:
         is_sharded: a DTensor was met that is cut over several ranks.
     """
 
-    def __init__(self) -> None:
-        self.is_sharded = False
+    def __init__(self, *, with_shards: bool = True) -> None:
+        self.is_sharded, self._with_shards = False, with_shards
         self.hash = hashlib.blake2b(digest_size=16)
         self._num_items = 0
         self._seen: dict[int, int] = {}  # objects that refer to others, by id: how many were met before
@@ -177,7 +190,9 @@ class _Digester:
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         local = tensor
         if isinstance(tensor, DTensor):
-            self._put(f"placements:{tensor.placements}:{tuple(tensor.shape)}")
+            self._put(f"placements:{tensor.placements}:{tuple(tensor.shape)}:{tensor.dtype}:{tensor.requires_grad}")
+            if not self._with_shards:
+                return
             local = tensor.to_local()
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             self.is_sharded |= any(size > 1 and not placement.is_replicate() for placement, size in sizes)

@@ -5,11 +5,12 @@ All ranks describe what they hold to each other, make the same choices, and then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +22,8 @@ from meshbook.rank.healing.tensor_stores import rebuild_modules, share_tensors
 from meshbook.rank.object_states import load_state, state_of
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.process_groups.groups import ProcessGroups
-from meshbook.rank.process_groups.interrupted_steps import rebuild_buckets_in_order
+from meshbook.rank.process_groups.interrupted_steps import begin_like_other_ranks
+from meshbook.rank.process_groups.resized_world import axes_of
 from meshbook.rank.process_groups.solo import connect_deferred
 from meshbook.wire import pickling
 from meshbook.wire.messages import ShareState
@@ -53,24 +55,28 @@ def share_state(
     unbuilt = rebuild_modules(topic, rank, command.new_ranks, objects.values, groups, without_others)
     connect_deferred(groups)
     randoms = random_states.random_states()
-    held = describe_names(namespace, names)
+    held = describe_names(namespace, names, with_shards=command.with_shards)
+    assert groups.mesh is not None  # they are formed
+    for name, one in held.items():
+        if one.kind == "mesh":
+            axes_of_name = axes_of(namespace[name], groups.mesh) or ()
+            held[name] = msgspec.structs.replace(one, slice_of_mesh=() if axes_of_name == ("",) else axes_of_name)
     for name, state in randoms.items():
         held[name] = msgspec.structs.replace(describe(state), kind="random")
     texts = groups.exchange(topic, _held_encoder.encode(held))
     every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
     old = {other: holds for other, holds in every.items() if other not in command.new_ranks}
-    assert groups.mesh is not None  # they are formed
     assert groups.mesh.mesh_dim_names is not None
     axes = dict(zip(groups.mesh.mesh_dim_names, groups.mesh.mesh.shape, strict=True))
     reply: dict[str, Any] = {"restored": {}, "missing": {}}
     for new in command.new_ranks:
         choices = choose_sources(old, every[new], new, axes, command.rank_dependent) if old else {}
-        _share_names(choices, old, every[new], (rank, new), namespace, randoms, groups, reply)
+        sharing = _Sharing(namespace, randoms, groups, reply, with_shards=command.with_shards)
+        sharing.share_names(choices, old, every[new], (rank, new))
         if rank == new:
             missing = {name: choice.why for name, choice in choices.items() if choice.source is None}
             reply["missing"] |= {name: why for name, why in missing.items() if _is_worth_saying(name)}
-            if groups.solo.has_other_buckets:
-                rebuild_buckets_in_order()
+            begin_like_other_ranks(same_buckets=not groups.solo.has_other_buckets)
     shared = share_tensors(topic, rank, command.new_ranks, objects, groups, axes)
     for (cut, source), count in shared.restored.items():
         why = f"the same part, cut over {cut}" if cut else "replicas"
@@ -81,31 +87,107 @@ def share_state(
     return reply
 
 
-def _share_names(
-    choices: dict[str, Choice],
-    held: dict[int, dict[str, Held]],
-    theirs: dict[str, Held],
-    ranks: tuple[int, int],
-    namespace: MutableMapping[str, Any],
-    randoms: dict[str, Any],
-    groups: ProcessGroups,
-    reply: dict[str, Any],
-) -> None:
-    """Send what is chosen for a new rank, or receive it.
+class _Sharing:
+    """Sends names from the ranks that are chosen to a new one."""
 
-    Args:
-        held: by the old ranks.
-        theirs: what the new rank holds.
-        ranks: this one, and the new one.
-    """
-    rank, new = ranks
-    for source in sorted({choice.source for choice in choices.values() if choice.source is not None}):
-        chosen = {name: choice for name, choice in choices.items() if choice.source == source}
-        if rank == source:
-            _send(chosen, held[rank], theirs, new, namespace, randoms, groups)
-        elif rank == new:
-            _receive(chosen, source, namespace, groups, reply)
-        theirs = {name: held[source][name] for name in chosen} | theirs
+    def __init__(
+        self,
+        namespace: MutableMapping[str, Any],
+        randoms: dict[str, Any],
+        groups: ProcessGroups,
+        reply: dict[str, Any],
+        *,
+        with_shards: bool,
+    ) -> None:
+        self._namespace, self._randoms, self._groups, self._reply = namespace, randoms, groups, reply
+        self._with_shards = with_shards
+
+    def share_names(
+        self,
+        choices: dict[str, Choice],
+        held: dict[int, dict[str, Held]],
+        theirs: dict[str, Held],
+        ranks: tuple[int, int],
+    ) -> None:
+        """Send what is chosen for a new rank, or receive it.
+
+        Args:
+            held: by the old ranks.
+            theirs: what the new rank holds.
+            ranks: this one, and the new one.
+        """
+        rank, new = ranks
+        for source in sorted({choice.source for choice in choices.values() if choice.source is not None}):
+            chosen = {name: choice for name, choice in choices.items() if choice.source == source}
+            if rank == source:
+                self._send(chosen, held[rank], theirs, new)
+            elif rank == new:
+                self._receive(chosen, source)
+            theirs = {name: held[source][name] for name in chosen} | theirs
+
+    def _send(self, chosen: dict[str, Choice], held: dict[str, Held], theirs: dict[str, Held], new: int) -> None:
+        namespace, groups = self._namespace, self._groups
+        shared = [name for name, other in theirs.items() if name in held and held[name].type == other.type]
+        shared = _with_their_models(shared, [name for name in theirs if name in held], namespace)
+        bundle: dict[str, Any] = {}
+        for name, choice in chosen.items():
+            if name in self._randoms:
+                bundle[name] = self._randoms[name]
+            elif held[name].kind == "state" and name in shared:
+                bundle[name] = _LoadableState(state_of(namespace[name], with_shards=self._with_shards))
+            elif choice.slice_of_mesh:
+                bundle[name] = _SliceOfMesh(choice.slice_of_mesh)
+            elif choice.groups:
+                bundle[name] = _made_of_groups(choice, namespace[name])
+            else:
+                bundle[name] = namespace[name]
+        references = transfer.References(namespace, shared, groups.mesh, with_shards=self._with_shards)
+        payload, dropped = transfer.pickle_bundle(bundle, references)
+        transfer.send(payload, {"dropped": dropped}, new)
+
+    def _receive(self, chosen: dict[str, Choice], source: int) -> None:
+        namespace, reply = self._namespace, self._reply
+        payload, extra = transfer.receive(source)
+        reply["missing"] |= extra["dropped"]
+        try:
+            bundle = pickling.load(payload, resolve=transfer.Resolver(namespace, self._groups.table))
+        except TransferError as error:
+            reply["missing"] |= dict.fromkeys(chosen, f"what rank {source} sent cannot be read here: {error}")
+            return
+        for name, value in bundle.items():
+            try:
+                if name in random_states.NAMES:
+                    random_states.set_random_state(name, value)
+                elif isinstance(value, _LoadableState):
+                    load_state(namespace[name], value.state, with_shards=self._with_shards)
+                elif isinstance(value, _SliceOfMesh):
+                    assert self._groups.mesh is not None  # they are formed
+                    namespace[name] = self._groups.mesh[value.axes]
+                elif isinstance(value, _OfGroups):
+                    namespace[name] = value.make(self._groups)
+                else:
+                    namespace[name] = value
+            except Exception as error:  # a user's load_state_dict may raise anything
+                reply["missing"][name] = f"{type(error).__name__}: {error}"
+            else:
+                reply["restored"][name] = [source, chosen[name].why]
+
+
+def _with_their_models(shared: list[str], names: list[str], namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names but those of optimizers, and their schedulers, whose model the new rank does not have."""
+    modules = [namespace.get(name) for name in names if name not in shared]
+    absent = {id(one) for module in modules if isinstance(module, torch.nn.Module) for one in module.parameters()}
+
+    def is_of_absent_model(value: Any) -> bool:
+        # not by an attribute's own code, which is the user's and may raise
+        optimizer = (
+            value if isinstance(value, torch.optim.Optimizer) else getattr(value, "__dict__", {}).get("optimizer")
+        )
+        return isinstance(optimizer, torch.optim.Optimizer) and any(
+            id(one) in absent for group in optimizer.param_groups for one in group["params"]
+        )
+
+    return [name for name in shared if not is_of_absent_model(namespace.get(name))] if absent else shared
 
 
 def _count_tensors(count: int, named: Collection[str]) -> str:
@@ -119,60 +201,6 @@ def _count_tensors(count: int, named: Collection[str]) -> str:
 def _is_worth_saying(name: str) -> bool:
     """Whether a user expects to hear that a name was not restored: other generators are seeded per rank by default."""
     return name not in random_states.NAMES or name == random_states.TORCH
-
-
-def _send(
-    chosen: dict[str, Choice],
-    held: dict[str, Held],
-    theirs: dict[str, Held],
-    new: int,
-    namespace: MutableMapping[str, Any],
-    randoms: dict[str, Any],
-    groups: ProcessGroups,
-) -> None:
-    shared = [name for name, other in theirs.items() if name in held and held[name].type == other.type]
-    bundle: dict[str, Any] = {}
-    for name, choice in chosen.items():
-        if name in randoms:
-            bundle[name] = randoms[name]
-        elif held[name].kind == "state" and name in shared:
-            bundle[name] = _LoadableState(state_of(namespace[name]))
-        elif choice.groups:
-            bundle[name] = _made_of_groups(choice, namespace[name])
-        else:
-            bundle[name] = namespace[name]
-    payload, dropped = transfer.pickle_bundle(bundle, transfer.References(namespace, shared, groups.mesh))
-    transfer.send(payload, {"dropped": dropped}, new)
-
-
-def _receive(
-    chosen: dict[str, Choice],
-    source: int,
-    namespace: MutableMapping[str, Any],
-    groups: ProcessGroups,
-    reply: dict[str, Any],
-) -> None:
-    payload, extra = transfer.receive(source)
-    reply["missing"] |= extra["dropped"]
-    try:
-        bundle = pickling.load(payload, resolve=transfer.Resolver(namespace, groups.table))
-    except TransferError as error:
-        reply["missing"] |= dict.fromkeys(chosen, f"what rank {source} sent cannot be read here: {error}")
-        return
-    for name, value in bundle.items():
-        try:
-            if name in random_states.NAMES:
-                random_states.set_random_state(name, value)
-            elif isinstance(value, _LoadableState):
-                load_state(namespace[name], value.state)
-            elif isinstance(value, _OfGroups):
-                namespace[name] = value.make(groups)
-            else:
-                namespace[name] = value
-        except Exception as error:  # a user's load_state_dict may raise anything
-            reply["missing"][name] = f"{type(error).__name__}: {error}"
-        else:
-            reply["restored"][name] = [source, chosen[name].why]
 
 
 class _OfGroups:
@@ -196,6 +224,13 @@ def _made_of_groups(choice: Choice, value: Any) -> _OfGroups:
     if not isinstance(value, DeviceMesh):
         return _OfGroups(choice.groups, None)
     return _OfGroups(choice.groups, (value.device_type, value.mesh, value.mesh_dim_names))
+
+
+class _SliceOfMesh:
+    """Stands for a slice of `mesh`."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.axes = axes
 
 
 class _LoadableState:

@@ -25,7 +25,7 @@ from meshbook.rank.healing import transfer
 from meshbook.rank.healing.tensor_choice import StoreHeld, TensorChoice, TensorHeld, choose_tensors, rank_by_damage
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.process_groups.groups import ProcessGroups
-from meshbook.rank.tensors import building, replay
+from meshbook.rank.tensors import building
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.resident_module import RESIDENT_MODULES, rebuild_resident
 from meshbook.rank.tensors.tensor_store import FOREIGN_MEMORY, Poison, TensorStore, local_tensor, storage_id
@@ -161,7 +161,6 @@ def share_tensors(
     Args:
         axes: of the whole mesh, outermost first.
     """
-    replay.forget_all()  # a step is traced by all ranks together
     own: dict[str, StoreHeld] = {}
     if objects.has_tensors and rank not in new_ranks:
         own = {name: _describe(store) for name, store in objects.tensors.stores.items()}

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshbook.errors import TransferError
 from meshbook.rank.healing.contents import has_state
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
+from meshbook.rank.process_groups.resized_world import axes_of
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 from meshbook.wire import pickling
 from meshbook.wire.messages import InlineBuffer, Payload
@@ -44,9 +46,18 @@ class References:
         namespace: of the cells.
         shared: names under which the other rank has an object of its own.
         mesh: the DeviceMesh of all ranks.
+        with_shards: DTensors have contents, which are sent.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], shared: Collection[str], mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        namespace: Mapping[str, Any],
+        shared: Collection[str],
+        mesh: DeviceMesh | None,
+        *,
+        with_shards: bool = True,
+    ) -> None:
+        self._with_shards = with_shards
         self._namespace, self._mesh, self._shared = namespace, mesh, frozenset(shared)
         self._absent: dict[int, str] = {}
         self._keys: dict[int, str] = {id(_NAMESPACE): "namespace:"}
@@ -83,15 +94,18 @@ class References:
     def reduce(self, thing: Any) -> Any:
         """Return how an object is pickled; NotImplemented: as usual."""
         if isinstance(thing, DTensor):
-            local = thing.to_local()
-            parts = local, thing.device_mesh, thing.placements, thing.shape, thing.stride()
-            return _rebuild_dtensor, (*parts, thing.requires_grad, isinstance(thing, torch.nn.Parameter))
+            flags = thing.requires_grad, isinstance(thing, torch.nn.Parameter)
+            layout = thing.device_mesh, thing.placements, thing.shape, thing.stride()
+            if not self._with_shards:
+                return _make_empty_dtensor, (thing.dtype, thing.device.type, *layout, *flags)
+            return rebuild_dtensor, (thing.to_local(), *layout, *flags)
         if isinstance(thing, DeviceMesh):
-            names = thing.mesh_dim_names
-            root = thing._get_root_mesh() if names else None
-            if root is None or root is not self._mesh:
+            axes = axes_of(thing, self._mesh) if self._mesh is not None else None
+            if axes is None:
                 raise NotSendable("a DeviceMesh of your own: make it in a %%mesh --setup cell")
-            return _part_of_mesh, (self._mesh, names)
+            if axes == ("",):
+                return _mesh_of_all_ranks, (thing.device_type, thing.mesh_dim_names)
+            return _part_of_mesh, (self._mesh, axes)
         if type(thing) is types.FunctionType and thing.__globals__ is self._namespace:
             arguments = thing.__code__, _NAMESPACE, thing.__name__, thing.__defaults__, thing.__closure__
             return types.FunctionType, arguments, {**vars(thing), "__kwdefaults__": thing.__kwdefaults__}
@@ -112,11 +126,34 @@ def _parts_of(value: object) -> Iterator[tuple[str, str, object]]:
             yield "module", name, module
 
 
-def _rebuild_dtensor(
+def rebuild_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad: bool, is_parameter: bool
 ) -> torch.Tensor:
+    """Return the DTensor of which this rank has the part `local`."""
     tensor = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
     return torch.nn.Parameter(tensor, requires_grad=grad) if is_parameter else tensor.requires_grad_(grad)
+
+
+def _make_empty_dtensor(
+    dtype: torch.dtype,
+    device: str,
+    mesh: DeviceMesh,
+    placements: Any,
+    shape: Any,
+    stride: Any,
+    grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    """Return a DTensor whose part on this rank has yet to come."""
+    local_shape, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    memory = torch.empty([local_shape[dim] for dim in order], dtype=dtype, device=device)
+    local = memory.permute([order.index(dim) for dim in range(len(shape))])
+    return rebuild_dtensor(local, mesh, placements, shape, stride, grad, is_parameter)
+
+
+def _mesh_of_all_ranks(device_type: str, names: tuple[str, ...] | None) -> DeviceMesh:
+    return DeviceMesh(device_type, list(range(dist.get_world_size())), mesh_dim_names=names)
 
 
 def _part_of_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

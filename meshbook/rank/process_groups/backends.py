@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import ProcessGroupGloo, is_nccl_available
 
@@ -72,10 +73,16 @@ def connect_gloo(
     )
 
 
-def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, options: Any = None) -> BackendHandle:
-    """Create an NCCL backend. The first collective creates its communicators, on the device current then.
+def connect_nccl(
+    store: Store, rank: int, size: int, *, device: torch.device, timeout: timedelta, options: Any = None
+) -> BackendHandle:
+    """Create an NCCL backend and its communicator. Blocks until all members have connected, without a timeout.
+
+    NCCL would otherwise connect in the first collective, inside the user's cell, where nothing ends the wait for a
+    member that does not come.
 
     Args:
+        device: this rank's GPU; becomes the calling thread's current device.
         options: the `ProcessGroupNCCL.Options` that the user passed to `new_group`; None for torch's own.
     """
     if not is_nccl_available():
@@ -90,8 +97,10 @@ def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, opti
     if options is None:
         options = nccl.Options()
     options._timeout = timeout
+    torch.cuda.set_device(device)
     backend = nccl(store, rank, size, options)
     backend._set_sequence_number_for_group()
+    backend.eager_connect_single_device(device)
     return BackendHandle("nccl", backend)
 
 

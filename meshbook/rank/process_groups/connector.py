@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshbook.rank.process_groups import backends
@@ -71,16 +74,28 @@ class Connector:
 
     def _connect_backend(self, kind: str, store: Store, group: WatchedGroup) -> BackendHandle:
         rank, size = group.rank(), group.size()
+        connect_timeout_s = self._generation.connect_timeout_s or group.timeout.total_seconds()
+        connect: Callable[[], BackendHandle]
         if kind == "nccl":
-            return backends.connect_nccl(store, rank, size, timeout=group.timeout, options=group.options)
+            device = torch.device("cuda", torch.cuda.current_device())
+            connect = partial(
+                backends.connect_nccl,
+                store,
+                rank,
+                size,
+                device=device,
+                timeout=group.timeout,
+                options=group.options,
+            )
+            return self._generation.run_abortably(connect, connect_timeout_s)
         mesh_store = self._generation.store
-        return backends.connect_gloo(
+        connect = partial(
+            backends.connect_gloo,
             store,
             rank,
             size,
-            # Ranks that reach a store on this machine are all on it too. gloo has no authentication, so it listens on
-            # loopback only.
-            hostname="127.0.0.1" if isinstance(mesh_store, MeshStore) and mesh_store.is_local else None,
-            connect_timeout_s=self._generation.connect_timeout_s or group.timeout.total_seconds(),
+            hostname=mesh_store.listen_on if isinstance(mesh_store, MeshStore) else None,
+            connect_timeout_s=connect_timeout_s,
             timeout=group.timeout,
         )
+        return self._generation.run_abortably(connect)

@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from meshbook.rank.process_groups.device_queries import DeviceQueries
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 
-_rings_counting_captures: weakref.WeakSet[CollectiveRing] = weakref.WeakSet()
+_prepared_rings: weakref.WeakSet[CollectiveRing] = weakref.WeakSet()
+
+# Events to use again: to destroy one may wait for the device.
+_free_events: collections.deque[Any] = collections.deque(maxlen=1024)
+
+# cudaStreamCaptureModeRelaxed: this thread's calls do not invalidate the graph that another thread captures.
+_RELAXED = 2
 
 
 def finish_on_stream(ring: CollectiveRing, record: Collective) -> None:
     """Mark the collective as finished once the device has completed all work now on the current stream."""
     if torch.cuda.is_current_stream_capturing():
         ring.finish(record)  # a graph under capture runs nothing, and its events cannot be queried
-    else:
+        return
+    try:
+        event = _free_events.pop()
+    except IndexError:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    ring.set_completion_check(record, functools.partial(_is_complete, event), on_device=True)
+
+
+def prepare_queries(ring: CollectiveRing) -> None:
+    """Have the ring query this thread's device without freezing its readers, and not while a graph is captured."""
+    if ring not in _prepared_rings:
+        _prepared_rings.add(ring)
         count_captures(ring)
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        ring.set_completion_check(record, event.query, on_device=True)
+        ring.run_device_queries = _make_queries(torch.cuda.current_device()).run
+
+
+def _is_complete(event: Any) -> bool:
+    if not event.query():
+        return False
+    _free_events.append(event)
+    return True
+
+
+def _make_queries(device: int) -> DeviceQueries:
+    """Return the thread that queries this device."""
+    probe: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    probe.record()
+    driver = _load_driver()
+
+    def prepare() -> None:
+        torch.cuda.set_device(device)  # else the driver would create a context on the first GPU
+        if driver is not None:
+            driver.exchange_capture_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def wait_for_driver() -> None:
+        if driver is not None:
+            driver.query_event(probe.cuda_event)  # ctypes releases the GIL; the answer does not matter
+
+    return DeviceQueries(prepare, wait_for_driver)
+
+
+class _Driver:
+    """The two functions of the driver's library that torch has no Python for, or only with the GIL."""
+
+    def __init__(self, library: Any, prefix: str) -> None:
+        self.query_event: Callable[[int], int] = getattr(library, f"{prefix}EventQuery")
+        self.query_event.argtypes = [ctypes.c_void_p]
+        self.exchange_capture_mode: Callable[[Any], int] = getattr(library, f"{prefix}ThreadExchangeStreamCaptureMode")
+
+
+def _load_driver() -> _Driver | None:
+    """Return the functions of the driver; None if it has none, so that queries are only run on their own thread."""
+    name, prefix = ("libamdhip64.so", "hip") if torch.version.hip else ("libcuda.so.1", "cu")
+    with contextlib.suppress(OSError, AttributeError):
+        return _Driver(ctypes.CDLL(name), prefix)
+    return None
 
 
 def count_captures(ring: CollectiveRing, graph_class: Any = None) -> None:
@@ -30,9 +93,6 @@ def count_captures(ring: CollectiveRing, graph_class: Any = None) -> None:
     Args:
         graph_class: the class whose `capture_begin` and `capture_end` are wrapped; None for torch's.
     """
-    if ring in _rings_counting_captures:
-        return
-    _rings_counting_captures.add(ring)
     graph_class = torch.cuda.CUDAGraph if graph_class is None else graph_class
     begin, end = graph_class.capture_begin, graph_class.capture_end
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import copy
 
+from torch.distributed import DistBackendError
+
 from meshbook.errors import MeshbookError
 
 
 class GroupBroken(MeshbookError, RuntimeError):
     """Raised for a collective on a process group whose connections were aborted. The collective was not started."""
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an error comes from a backend's own library: its connections or its communicator cannot be used."""
+    return isinstance(error, DistBackendError) or "gloo/transport" in str(error)
 
 
 class GroupFailure:

@@ -5,15 +5,26 @@ Each generation has its own prefix in the store, `e<number>/<group>`, so keys of
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.clock import monotonic
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
+from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure, is_transport_error
 from meshbook.rank.process_groups.store import MeshStore
+
+Result = TypeVar("Result")
+
+# Interval at which a thread whose peers connect checks for an abort, which promises 0.2 s.
+_POLL_S = 0.02
+# How many groups may connect at a time: one per thread of user code, and those that were left behind.
+_MAX_CONNECTING = 64
 
 
 class Generation:
@@ -27,7 +38,9 @@ class Generation:
         lock: held while the number or the failure changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exits: ExitQuestions | None = None) -> None:
+        """exits: asks whether a rank has ended, when a connection has failed; None where nobody can be asked."""
+        self._exits = exits
         self.number: int | None = None
         self.store: Store | None = None
         self.abort_failure: GroupFailure | None = None
@@ -37,6 +50,8 @@ class Generation:
         self._early_number = 0
         self._early_failure: GroupFailure | None = None
         self._num_rendezvous = 0  # threads that wait for the store or for peers to connect
+        # Few threads that last: each has a connection to the store.
+        self._connect_threads = concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTING, "meshbook-connect")
 
     def begin(self, number: int, store: Store, connect_timeout_s: float) -> None:
         """Start a generation, which is being formed until `formed`."""
@@ -89,14 +104,15 @@ class Generation:
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[None]:
         """Wrap a wait for the store or for peers, so that an abort ends it with the abort error."""
-        store = self.store
-        with store.cancel_scope() if isinstance(store, MeshStore) else contextlib.nullcontext():
+        with _cancel_scope(self.store):
             with self.lock:
                 self.check_not_aborted()
                 self._num_rendezvous += 1
             try:
                 yield
-            except RuntimeError:
+            except RuntimeError as error:
+                if is_transport_error(error) and self._exits is not None:
+                    self._exits.wait_until_reported(lambda: self.abort_failure is not None)
                 abort_error = self.abort_failure.error_to_raise() if self.abort_failure is not None else None
                 if abort_error is not None:
                     raise abort_error from None
@@ -104,6 +120,29 @@ class Generation:
             finally:
                 with self.lock:
                     self._num_rendezvous -= 1
+
+    def run_abortably(self, connect: Callable[[], Result], timeout_s: float | None = None) -> Result:
+        """Return what `connect` returns, which waits for peers in C++. Within `rendezvous`.
+
+        Nothing ends such a wait for a peer that has died before it connected. So it is on a thread of its own, which is
+        left behind by an abort, and ends when its time is over. NCCL's wait has no end: its thread may stay.
+
+        Args:
+            timeout_s: seconds that it may take; None: `connect` has a timeout of its own.
+
+        Raises:
+            RuntimeError: the groups were aborted; or `connect` failed, or took too long.
+        """
+        number, future = self.number, self._connect_threads.submit(_run_in_scope, self.store, connect)
+        deadline = float("inf") if timeout_s is None else monotonic() + timeout_s
+        while True:
+            concurrent.futures.wait((future,), _POLL_S)
+            if future.done():
+                return future.result()
+            if self.abort_failure is not None or self.number != number:
+                raise RuntimeError("the group was given up while its members connected")
+            if monotonic() > deadline:
+                raise RuntimeError(f"not all members of the group connected within {timeout_s:.0f} s")
 
     def check_not_aborted(self) -> None:
         """Raise if all groups are aborted.
@@ -135,3 +174,12 @@ class Generation:
         """Set the timeout of the store's waits."""
         assert self.store is not None
         self.store.set_timeout(timedelta(seconds=timeout_s))
+
+
+def _cancel_scope(store: Store | None) -> contextlib.AbstractContextManager[None]:
+    return store.cancel_scope() if isinstance(store, MeshStore) else contextlib.nullcontext()
+
+
+def _run_in_scope(store: Store | None, connect: Callable[[], Result]) -> Result:
+    with _cancel_scope(store):
+        return connect()

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from meshbook.clock import monotonic
 from meshbook.errors import CollectiveAborted
 from meshbook.ids import name_ranks
-from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
+from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure, is_transport_error
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel, one_line_error
-from meshbook.wire.stop_timing import REASON_TIMEOUT_S, WAIT_SLICE_S
+from meshbook.wire.stop_timing import ASK_REASON_AFTER_S, WAIT_SLICE_S
 
 NO_TIMEOUT = timedelta(0)  # torch's value for "no timeout"
 
@@ -33,7 +34,13 @@ class Observer(Protocol):
         """Called before it starts. What this raises, the caller of the collective gets."""
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
-        """Called after it succeeded. Its outputs, in `arguments`, are filled (on CUDA: for users of the stream)."""
+        """Called after it succeeded. Its outputs, in `arguments`, are filled (on CUDA: for users of the stream).
+
+        Of a receive from any rank, the last of the arguments is whose it was, as a rank in the group.
+        """
+
+    def failed(self, collective: Collective, error: BaseException) -> None:
+        """Called after it failed, or was interrupted, with what its caller gets."""
 
 
 class PendingFuture(Protocol):
@@ -56,6 +63,7 @@ class GroupHealth:
         failure: why the group cannot be used now; None while it can. Set by any thread that breaks the group.
         hold_event: the event that a collective waits for before it starts; None for no wait.
         connection_version: incremented with each new set of connections; results from older ones do not apply.
+        exits: asks whether a rank has ended, when a collective has failed; None where nobody can be asked.
     """
 
     def __init__(self, label: GroupLabel, ring: CollectiveRing, observers: Sequence[Observer]) -> None:
@@ -65,6 +73,7 @@ class GroupHealth:
         self.failure: GroupFailure | None = None
         self.hold_event: threading.Event | None = None
         self.connection_version = 0
+        self.exits: ExitQuestions | None = None
         self._lock = threading.Lock()
         self._failed_event = threading.Event()  # set when the group is broken
         self._pending_futures: dict[int, PendingFuture] = {}  # handed out and incomplete, by seq of their collective
@@ -78,9 +87,15 @@ class GroupHealth:
             self.failure = None
             self._failed_event.clear()
 
-    def invalidate(self, failure: GroupFailure) -> None:
-        """Refuse new collectives, and fail the futures that C++ waits for. Any thread; does not block."""
+    def invalidate(self, failure: GroupFailure, *, version: int | None = None) -> None:
+        """Refuse new collectives, and fail the futures that C++ waits for. Any thread; does not block.
+
+        Args:
+            version: of the connections that failed: newer ones are left alone. None: those of now.
+        """
         with self._lock:
+            if version is not None and version != self.connection_version:
+                return
             self.failure = failure
             futures = list(self._pending_futures.values())
         self._failed_event.set()
@@ -115,7 +130,7 @@ class GroupHealth:
         raise GroupBroken(
             f"{op} cannot run: the process group of {name_ranks(self.label.ranks)} is broken "
             f"({failure.reason}). It is formed again before the next cell: run the cell again. "
-            "If a rank is gone, that takes a new mesh: %mesh stop, then %mesh start"
+            "If a rank is gone: %mesh heal"
         )
 
     def mark_interrupted_start(self, op: str, error: BaseException) -> None:
@@ -142,7 +157,8 @@ class GroupHealth:
         Args:
             version: the group's connection version when the collective began.
             work: the real operation, if there is one.
-            launched: `error` was raised while waiting. Earlier failures most likely come from wrong arguments.
+            launched: `error` was raised while waiting. Earlier failures most likely come from wrong arguments, but for
+                those of a backend's own library, after which its communicator cannot be used.
         """
         failed = isinstance(error, Exception)
         raised: BaseException | None = None
@@ -151,16 +167,23 @@ class GroupHealth:
                 raised = GroupBroken(f"{record.op} was under way when its process group was broken; its result is lost")
         else:
             # Whether this rank is out of step with the others from now on, however the user handles the exception.
-            is_out_of_step = launched or "gloo/transport" in str(error) if failed else not _has_succeeded(work)
+            is_out_of_step = launched or is_transport_error(error) if failed else not _has_succeeded(work)
             if is_out_of_step and failed:
-                self._failed_event.wait(REASON_TIMEOUT_S)
+                self._wait_for_reason()
             failure = self.failure
             raised = failure.error_to_raise() if failed and failure is not None else None
             if is_out_of_step and failure is None:
                 how = f"failed: {one_line_error(error)}" if failed else "was interrupted"
                 self.failure = GroupFailure(f"{record.op} #{record.seq} {how}")
         self.ring.finish(record, raised or error)
+        for observer in self.observers:
+            observer.failed(record, raised or error)
         return raised or error
+
+    def _wait_for_reason(self) -> None:
+        """Wait until the group is aborted with the reason why a collective failed, or no rank has ended. Blocks."""
+        if not self._failed_event.wait(ASK_REASON_AFTER_S) and self.exits is not None:
+            self.exits.wait_until_reported(self._failed_event.is_set)
 
     def raise_if_aborted(self, record: Collective) -> None:
         """Raise if the group was aborted.

@@ -6,14 +6,20 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from meshbook.rank.process_groups.backends import BackendHandle
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.failures import GroupFailure
+from meshbook.rank.process_groups.group_health import GroupHealth
 from meshbook.rank.process_groups.watched_group import WatchedGroup
+
+Versions = list[tuple[GroupHealth, int]]  # with the version of its connections
 
 
 class GroupTable:
     """The groups of this process. Methods may be called from any thread, and do not block."""
 
-    def __init__(self) -> None:
+    def __init__(self, exits: ExitQuestions | None = None) -> None:
+        """exits: for the groups that are added; see `GroupHealth`."""
+        self._exits = exits
         self._by_name: dict[str, WatchedGroup] = {}
         self._hold_event: threading.Event | None = None
 
@@ -31,6 +37,7 @@ class GroupTable:
         return set(self._by_name)
 
     def add(self, group: WatchedGroup) -> None:
+        group.health.exits = self._exits
         self._by_name[group.label.name] = group
 
     def remove(self, group: WatchedGroup) -> bool:
@@ -56,10 +63,18 @@ class GroupTable:
         """Why one of the groups is unusable; None if all are usable."""
         return next((group.health.failure for group in self if group.health.failure is not None), None)
 
-    def invalidate(self, failure: GroupFailure) -> None:
-        """Break all groups until they are formed again."""
-        for group in self:
-            group.health.invalidate(failure)
+    def versions(self) -> Versions:
+        """Return the present connections of all groups, for `invalidate`."""
+        return [(group.health, group.health.connection_version) for group in self]
+
+    def invalidate(self, failure: GroupFailure, versions: Versions | None = None) -> None:
+        """Break groups until they are formed again.
+
+        Args:
+            versions: those that have these connections still; None: all.
+        """
+        for health, version in self.versions() if versions is None else versions:
+            health.invalidate(failure, version=version)
 
     def invalidate_named(self, names: Iterable[str], reason: str) -> None:
         """Break these groups, if they are not broken, until they are formed again."""

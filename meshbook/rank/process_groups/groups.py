@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshbook.errors import MeshShapeError
 from meshbook.rank.process_groups.backends import BackendAborts
 from meshbook.rank.process_groups.connector import Connector
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.failures import GroupFailure
 from meshbook.rank.process_groups.generation import Generation
 from meshbook.rank.process_groups.group_health import Observer
@@ -41,14 +42,14 @@ from meshbook.rank.process_groups.group_reports import (
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
 from meshbook.rank.process_groups.mesh_layout import MeshLayout, group_names, make_mesh
-from meshbook.rank.process_groups.resized_world import adapt_groups
+from meshbook.rank.process_groups.resized_world import LastingMeshes, adapt_groups
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.process_groups.solo import SoloGroups
 from meshbook.rank.process_groups.torch_patches import TorchPatches, begin_world_generation, c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
 # Seconds until gloo times out a collective: torch's default. An interrupt or the supervisor acts sooner.
-_COLLECTIVE_TIMEOUT_S = 1800.0
+_TIMEOUT_S = 1800.0
 
 
 class ProcessGroups:
@@ -65,29 +66,27 @@ class ProcessGroups:
         mesh: the DeviceMesh of all ranks; None before the first generation.
     """
 
-    def __init__(self, ring: CollectiveRing, *, collective_timeout_s: float = _COLLECTIVE_TIMEOUT_S) -> None:
-        """
-        Args:
-            collective_timeout_s: of the groups that `form` makes, on gloo.
-        """
+    def __init__(
+        self, ring: CollectiveRing, *, collective_timeout_s: float = _TIMEOUT_S, exits: ExitQuestions | None = None
+    ) -> None:
+        """collective_timeout_s: of the groups that `form` makes, on gloo. exits: see `GroupHealth`."""
         self.ring = ring
         self.observers: list[Observer] = []
-        self.table = GroupTable()
+        self.table = GroupTable(exits)
         self.mesh: DeviceMesh | None = None
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
-        self._generation = Generation()
+        self._generation = Generation(exits)
         self._aborts = BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
         self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure, self.solo.name_for)
         self._layout: MeshLayout | None = None
         self._mesh_layout: MeshLayout | None = None  # that of `mesh`
+        self._lasting_meshes = LastingMeshes()
         self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
-        # other groups at the start of this generation, and the ranks that had them
-        self._user_group_ranks: dict[str, set[int]] = {}
+        self._user_group_ranks: dict[str, set[int]] = {}  # others at the start of this generation, and who had them
         ring.skip_frames_of(Path(torch.__file__).parent)
-        # its wrapper of deprecated functions lies between the user's frame and torch
-        ring.skip_frames_of(typing_extensions.__file__)
+        ring.skip_frames_of(typing_extensions.__file__)  # its wrapper of deprecated functions calls torch
 
     # ---- state
 
@@ -142,10 +141,11 @@ class ProcessGroups:
         with self._generation.lock:
             if not self._generation.record_abort(failure, generation):
                 return
-            groups, handles = list(self.table), self.table.handles()
-        for group in groups:
-            group.health.invalidate(failure)
-        self.table.resume()
+            number, handles, versions = self._generation.number, self.table.handles(), self.table.versions()
+        self.table.invalidate(failure, versions)
+        with self._generation.lock:
+            if self._generation.number == number:  # else the next one is being formed already
+                self.table.resume()
         self._aborts.begin(handles)
 
     def invalidate_named(self, names: Iterable[str], reason: str, *, generation: int) -> None:
@@ -176,24 +176,24 @@ class ProcessGroups:
         timeout_s: float,
         axes: Mapping[str, int],
         num_resizes: int = 0,
+        backend: str | None = None,
     ) -> DeviceMesh:
         """Form the world group and one group per axis, connected. Blocks until all ranks have joined.
 
-        The first call initialises torch.distributed. A later call with the same rank in a world of the same shape gives
-        every group new connections and returns the same DeviceMesh; after a resize the world keeps its group, and the
-        DeviceMesh is a new one; else it starts from scratch. All ranks call it, some perhaps for the first time.
+        The first call initialises torch.distributed. A later call with the same rank in a world of the same shape, or
+        after a resize, gives every group new connections and returns the same DeviceMesh; else it starts from scratch.
+        All ranks call it, some perhaps for the first time.
 
-        Groups that the user made are formed again too, if all their members are still the processes that made them. A
-        group that a new process does not have yet is connected when it is first used, so that the process can make it
-        meanwhile.
+        Groups that the user made are formed again too, if all their members are the processes that made them. One
+        that a new process has yet to make is connected when it is first used.
 
         Args:
             generation: greater than every one before.
             store: the same for all ranks. The waits of a `MeshStore` can be cancelled.
-            device: cpu for gloo; cuda, with its index, for NCCL plus gloo for CPU tensors.
             timeout_s: seconds to wait for the other ranks.
             axes: sizes by name; their product is `world_size`.
             num_resizes: how often the mesh was resized.
+            device, backend: cpu, or cuda with its index, on NCCL beside gloo; or on "gloo", because ranks share a GPU.
 
         Raises:
             MeshShapeError: the product of the axes is not `world_size`.
@@ -204,7 +204,7 @@ class ProcessGroups:
         current = self._generation
         if current.number is not None and generation <= current.number:
             raise ValueError(f"generation {generation} has passed: the groups are those of {current.number}")
-        layout = MeshLayout(rank, world_size, device, tuple(axes.items()), num_resizes)
+        layout = MeshLayout(rank, world_size, device, tuple(axes.items()), num_resizes, backend)
         in_place = self.mesh is not None and layout.follows(self._layout) and dist.group.WORLD in list(self.table)
         if not in_place:
             self._destroy_world()
@@ -243,28 +243,28 @@ class ProcessGroups:
             torch.cuda.set_device(layout.device)
             # Otherwise DeviceMesh, which sees no device in use, would choose one by LOCAL_RANK.
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._patches.install()
+        self._patches.install(shares_gpu=layout.shares_gpu)
         hook = sys.excepthook
         dist.init_process_group(
-            "nccl" if layout.device.type == "cuda" else "gloo",
+            layout.backend,
             store=self._generation.prefix_store(),
             rank=layout.rank,
             world_size=layout.world_size,
             timeout=self._collective_timeout,
         )
-        # torch's hook would prefix each line with the rank, which the display of the output already does
-        sys.excepthook = hook
+        sys.excepthook = hook  # torch's would prefix each line with the rank, as the display does
         self._make_mesh(layout)
         self._user_group_ranks = self.solo.join(self.exchange)
 
     def _make_mesh(self, layout: MeshLayout) -> None:
-        self.mesh, self._mesh_layout = make_mesh(layout, self.table), layout
-        self._mesh_group_names = group_names(self.mesh)
+        self.mesh = self._lasting_meshes.become(self.mesh, make_mesh(layout, self.table))
+        self._mesh_layout, self._mesh_group_names = layout, group_names(self.mesh)
 
     def _reform(self, layout: MeshLayout) -> None:
         """Give the groups of the last generation new connections."""
         is_resized = layout != self._mesh_layout
         if is_resized:
+            self._lasting_meshes.find(self.mesh, dict(layout.axes))
             self._aborts.dispose(adapt_groups(self.table, self._mesh_group_names, layout.rank, layout.world_size))
             self._mesh_group_names &= self.table.names
         self._aborts.dispose([group.detach_backends() for group in self.table])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from meshbook.rank.process_groups import gradient_buckets
 from meshbook.rank.process_groups.live_objects import instances_of
 
 # Attribute of a DDP model: its buckets are no longer those of the beginning.
@@ -40,8 +41,8 @@ def is_mid_step(backward_incomplete: bool) -> bool:
 def has_unreduced_gradients(model: torch.nn.Module) -> bool:
     """Whether a model holds gradients that FSDP2 has yet to reduce, as between two micro-batches."""
     for module in model.modules():
-        state = _fsdp_state(module) if hasattr(module, "_get_fsdp_state") else None
-        for group in _param_groups(state) if state is not None else ():
+        state = fsdp_state(module) if hasattr(module, "_get_fsdp_state") else None
+        for group in fsdp_param_groups(state) if state is not None else ():
             if any(getattr(one, "unsharded_accumulated_grad", None) is not None for one in group.fsdp_params):
                 return True
     return False
@@ -54,9 +55,9 @@ def num_rebucketed_models() -> int:
     then: after it the model differs from one that is new.
     """
     return sum(
-        bool(getattr(model, "_has_rebuilt_buckets", False)) + bool(model.__dict__.get(_REBUCKETED, False))
+        gradient_buckets.may_be_rebuilt(model) + bool(model.__dict__.get(_REBUCKETED, False))
         for model in _iter_models()
-        if isinstance(model, DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel) and not gradient_buckets.needs_new_reducer(model)
     )
 
 
@@ -70,20 +71,28 @@ def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
     for model in _iter_models():
         if isinstance(model, DistributedDataParallel):
             _reset_ddp(model)
-            if not same_buckets and (reducer := model.__dict__.get("reducer")) is not None:
-                reducer._push_all_rebuilt_params()
+            _begin_like_others(model, same_buckets=same_buckets)
         else:
             _reset_fsdp(model)
 
 
-def rebuild_buckets_in_order() -> None:
-    """Have the next step of every DDP model begin with buckets in the order of the parameters.
+def begin_like_other_ranks(*, same_buckets: bool) -> None:
+    """Have every DDP model of a new process begin its next step as `reset_interrupted_steps` has had those of others.
 
-    The models of a new process do what `reset_interrupted_steps` has had those of the other ranks do.
+    Args:
+        same_buckets: as there.
     """
     for model in _iter_models():
-        if isinstance(model, DistributedDataParallel) and (reducer := model.__dict__.get("reducer")) is not None:
-            reducer._push_all_rebuilt_params()
+        if isinstance(model, DistributedDataParallel):
+            if gradient_buckets.needs_new_reducer(model):
+                gradient_buckets.replace_reducer(model)
+            _begin_like_others(model, same_buckets=same_buckets)
+
+
+def _begin_like_others(model: Any, *, same_buckets: bool) -> None:
+    reducer = model.__dict__.get("reducer")
+    if not same_buckets and reducer is not None and not gradient_buckets.needs_new_reducer(model):
+        reducer._push_all_rebuilt_params()
 
 
 def _iter_models() -> Iterator[Any]:
@@ -103,7 +112,7 @@ def reset_interrupted_step(model: torch.nn.Module) -> None:
             _reset_fsdp(module)
 
 
-def _fsdp_state(model: Any) -> Any:
+def fsdp_state(model: Any) -> Any:
     """Return FSDP2's state of a model; None for one that an interrupt left half built, in `fully_shard` for example."""
     try:
         return model._get_fsdp_state()
@@ -112,7 +121,7 @@ def _fsdp_state(model: Any) -> Any:
 
 
 def _is_fsdp_mid_step(model: Any) -> bool:
-    state = _fsdp_state(model)
+    state = fsdp_state(model)
     if state is None:
         return False
     if state._training_state != type(state._training_state).IDLE:
@@ -128,10 +137,13 @@ def _is_fsdp_mid_step(model: Any) -> bool:
 
 
 def _reset_ddp(model: Any) -> None:
+    if gradient_buckets.needs_new_reducer(model):
+        gradient_buckets.replace_reducer(model)
+        return
     reducer = model.__dict__.get("reducer")
     if hasattr(reducer, "_reset_state"):
         reducer._reset_state()
-        model.__dict__[_REBUCKETED] = model.__dict__.get(_REBUCKETED, False) or model._has_rebuilt_buckets
+        model.__dict__[_REBUCKETED] = model.__dict__.get(_REBUCKETED, False) or gradient_buckets.may_be_rebuilt(model)
         model._has_rebuilt_buckets = False
 
 
@@ -140,7 +152,7 @@ def _reset_fsdp(model: Any) -> None:
 
     Skips attributes that a version of torch does not have.
     """
-    state = _fsdp_state(model)
+    state = fsdp_state(model)
     if state is None:
         return
     state._training_state = type(state._training_state).IDLE
@@ -156,7 +168,7 @@ def _reset_fsdp(model: Any) -> None:
     for name in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
         _clear_if_present(communication, name)
     for child_state in context.all_states:
-        for group in _param_groups(child_state):
+        for group in fsdp_param_groups(child_state):
             for name in (
                 "_all_gather_result",
                 "_all_reduce_state",
@@ -191,7 +203,7 @@ def _fsdp_states(root: Any) -> list[Any]:
 def _is_lazy_init_done(root: Any) -> bool:
     """Whether FSDP2's lazy initialisation in a model's first forward pass, which registers hooks, has completed."""
     for state in _fsdp_states(root):
-        for group in _param_groups(state):
+        for group in fsdp_param_groups(state):
             modules = {parameter._module_info.module for parameter in group.fsdp_params}
             hooks = getattr(group, "_module_to_pre_load_state_dict_hook_handle", None)
             if hooks is not None and len(hooks) < len(modules):
@@ -203,7 +215,7 @@ def _reset_lazy_init(root: Any) -> None:
     """Have the next forward pass repeat an interrupted lazy initialisation from the beginning."""
     for state in _fsdp_states(root):
         state._is_root = None
-        for group in _param_groups(state):
+        for group in fsdp_param_groups(state):
             for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
                 for handle in getattr(group, name, {}).values():
                     handle.remove()
@@ -211,7 +223,7 @@ def _reset_lazy_init(root: Any) -> None:
     root._state_ctx.all_states.clear()
 
 
-def _param_groups(state: Any) -> Any:
+def fsdp_param_groups(state: Any) -> Any:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before 2.13 there was at most one
         groups = [group for group in (state._fsdp_param_group,) if group is not None]

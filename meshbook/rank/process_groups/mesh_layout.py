@@ -26,11 +26,22 @@ class MeshLayout:
     device: torch.device
     axes: tuple[tuple[str, int], ...]
     num_resizes: int = 0
+    requested_backend: str | None = None  # None: what the device needs
 
     @property
     def place(self) -> tuple[int, int]:
         """The rank, and the world's size."""
         return self.rank, self.world_size
+
+    @property
+    def backend(self) -> str:
+        """The backend of the groups: "gloo", or "nccl"."""
+        return self.requested_backend or ("nccl" if self.device.type == "cuda" else "gloo")
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether ranks share a GPU, which NCCL refuses."""
+        return self.device.type == "cuda" and self.backend == "gloo"
 
     def follows(self, former: MeshLayout | None) -> bool:
         """Whether the groups of a former layout can be formed again for this one."""

@@ -19,7 +19,9 @@ from meshbook.errors import CollectiveAborted, RankLost
 from meshbook.ids import CallId
 from meshbook.rank import probes
 from meshbook.rank.call_state import CallEffect, CallState
-from meshbook.rank.process_groups import departures, positions
+from meshbook.rank.device import choose_backend
+from meshbook.rank.process_groups import departures, device_stop, positions
+from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 from meshbook.wire import spawn
 from meshbook.wire.crash_log import CrashLog
@@ -42,6 +44,7 @@ class RankGroups:
     Attributes:
         ring: the collectives of this rank.
         world_size: the number of ranks of the mesh.
+        exits: the questions whether a rank has ended.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class RankGroups:
         state: CallState,
         context: zmq.Context[zmq.Socket[bytes]],
         crash_log: CrashLog,
+        exits: ExitQuestions,
         *,
         running_file: Callable[[], str | None],
         describe_error: Callable[[BaseException], RankError],
@@ -61,12 +65,13 @@ class RankGroups:
             running_file: returns the file name of the running cell.
         """
         self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
-        self.world_size = config.world_size
+        self.world_size, self.exits = config.world_size, exits
         self._config, self._device, self._state = config, device, state
         self._context, self._crash_log = context, crash_log
         self._running_file, self._describe_error = running_file, describe_error
         self._groups: ProcessGroups | None = None
         self._abort_lock = threading.Lock()  # held while `_groups` is set
+        self._stopping_call: CallId | None = None  # stopped last, while there were collectives on a device
         self._early_abort: tuple[str, int | None] | None = None  # reason and generation, from before there were groups
         self._store: MeshStore | None = None  # for all generations of the groups
 
@@ -103,8 +108,15 @@ class RankGroups:
             from meshbook.rank.process_groups.groups import ProcessGroups
             from meshbook.rank.process_groups.store import MeshStore
 
-            self._store = MeshStore(self._context, command.store_address, config.token, timeout_s=_FORM_TIMEOUT_S)
-            groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
+            self._store = MeshStore(
+                self._context,
+                config.store_address or command.store_address,
+                config.token,
+                timeout_s=_FORM_TIMEOUT_S,
+                listen_on=config.address,
+                server_key=config.store_key,
+            )
+            groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s, exits=self.exits)
             groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
             with self._abort_lock:
                 self._groups = groups
@@ -120,6 +132,7 @@ class RankGroups:
             world_size=self.world_size,
             store=self._store,
             device=device,
+            backend=choose_backend(config, self._device),
             timeout_s=_FORM_TIMEOUT_S,
             axes=axes,
             num_resizes=command.num_resizes,
@@ -196,9 +209,25 @@ class RankGroups:
             )  # read before: groups that are formed once the call has ended are spared
             if self._state.running_call_id != call:
                 return
-        if not interrupt or self._groups.is_waiting:
-            error = KeyboardInterrupt(reason) if interrupt else RankLost(reason)
+        error = KeyboardInterrupt(reason) if interrupt else RankLost(reason)
+        if interrupt and self._groups.table.has_nccl and not self._groups.connector.connecting:
+            self._abort_if_stuck(self._groups, error, generation)
+        elif not interrupt or self._groups.is_waiting:
             self._groups.abort(error, generation=generation)
+
+    def _abort_if_stuck(self, groups: ProcessGroups, error: BaseException, generation: int | None) -> None:
+        """Abort collectives of the device that do not come to their end; at the second Stop of a call at once."""
+        call = self._state.running_call_id
+        if call is None or call == self._stopping_call:
+            groups.abort(error, generation=generation)
+            return
+        self._stopping_call = call
+
+        def watch() -> None:
+            if device_stop.wait_until_stuck(groups.ring, lambda: self._state.running_call_id != call):
+                groups.abort(error, generation=generation)
+
+        threading.Thread(target=watch, name="meshbook-stop", daemon=True).start()
 
     def position(self, about: CallId) -> RankPosition:
         """Return this rank's position in the order of its collectives."""
@@ -304,4 +333,7 @@ class _CrashLogObserver:
         self._crash_log.set_note(f"{collective.op} #{collective.group_seq} of {collective.label.ranks_text}{where}")
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+        pass
+
+    def failed(self, collective: Collective, error: BaseException) -> None:
         pass

@@ -87,6 +87,72 @@ def _retire_device_meshes(lasting: Collection[str]) -> None:
             mesh.__class__ = FormerDeviceMesh
 
 
+def axes_of(mesh: DeviceMesh, root: DeviceMesh) -> tuple[str, ...] | None:
+    """Return the axes of `root`, the DeviceMesh of all ranks, that a DeviceMesh is a slice of.
+
+    `("",)` stands for one of a single dim that has all ranks over the world's group, as `fully_shard` makes by default;
+    None: it is neither.
+    """
+    names, of_root = mesh.mesh_dim_names, root.mesh_dim_names
+    assert of_root is not None
+    world: Any = dist.group.WORLD
+    if names and set(names) <= set(of_root) and mesh._get_root_mesh() is root:
+        is_slice = mesh is root or mesh == (root if names == of_root else root[names])
+        return names if is_slice else None
+    if mesh.ndim == 1 and getattr(mesh, "_dim_group_names", None) == [world.label.name]:
+        return ("",)
+    return None
+
+
+class LastingMeshes:
+    """The DeviceMeshes that stay the same objects when the mesh is resized: `mesh`, its slices, those of all ranks."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[DeviceMesh, tuple[str, ...]]] = []
+
+    def find(self, root: DeviceMesh | None, names: Collection[str]) -> None:
+        """Find them, before the groups are adapted; a no-op after an attempt that has failed since.
+
+        Args:
+            root: the DeviceMesh of all ranks.
+            names: of the axes that the mesh is to have.
+        """
+        for mesh in instances_of(DeviceMesh) if not self._found else ():
+            is_formed = root is not None and type(mesh) is DeviceMesh and hasattr(mesh, "_dim_group_names")
+            axes = axes_of(mesh, root) if is_formed and root is not None else None
+            if axes is not None and (mesh is root or axes == ("",) or set(axes) <= set(names)):
+                self._found.append((mesh, axes))
+
+    def become(self, root: DeviceMesh | None, mesh: DeviceMesh) -> DeviceMesh:
+        """Have them be as those of the ranks that there are, and return the DeviceMesh of all.
+
+        Args:
+            root: that of before, which becomes equal to `mesh`; None: there was none.
+            mesh: of the ranks that there are.
+        """
+        if root is None:
+            return mesh
+        _become(root, mesh)
+        for one, axes in self._found:
+            if one is root:
+                continue
+            if axes == ("",):
+                ranks = list(range(mesh.mesh.numel()))
+                _become(one, DeviceMesh(mesh.device_type, ranks, mesh_dim_names=one.mesh_dim_names))
+            else:
+                _become(one, root if axes == root.mesh_dim_names else root[axes])
+                one._root_mesh = root
+        self._found = []
+        return root
+
+
+def _become(mesh: DeviceMesh, other: DeviceMesh) -> None:
+    mesh.__class__ = DeviceMesh
+    vars(mesh).clear()
+    vars(mesh).update(vars(other))
+    mesh._flatten_mapping = {}
+
+
 def _deal_samplers_anew(rank: int, former_size: int, world_size: int) -> None:
     """Have each DistributedSampler that dealt to all ranks deal to as many as there are now, from its next epoch on."""
     samplers: Any = sys.modules.get("torch.utils.data.distributed")

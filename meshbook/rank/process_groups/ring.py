@@ -222,6 +222,8 @@ class CollectiveRing:
     Attributes:
         num_captures: number of device graph captures in progress. The driver is not queried meanwhile: a query from
             another thread would invalidate a capture.
+        run_device_queries: runs a function that queries the device's driver; returns also when the driver does not
+            answer, and then the collectives count as running.
 
     Args:
         size: how many are stored.
@@ -252,6 +254,7 @@ class CollectiveRing:
             self.skip_frames_of(path)
         self._last: Collective | None = None
         self.num_captures = 0
+        self.run_device_queries: Callable[[Callable[[], None]], None] = lambda queries: queries()
         self._device_error: str | None = None  # the driver's error, which all later queries would return
         self._main_thread = threading.main_thread().ident
         self._other_thread_ids: set[int] = set()  # other threads that have begun a collective
@@ -362,8 +365,7 @@ class CollectiveRing:
         """Return all stored collectives, oldest first."""
         # Copying a list is atomic under the GIL, so a thread that begins another collective cannot corrupt it.
         recorded = [collective for collective in self._slots[:] if collective is not None]
-        for collective in recorded:
-            self._poll_one(collective)
+        self.poll_completion(recorded)
         recorded.sort(key=lambda collective: collective.seq)
         return tuple(recorded)
 
@@ -382,29 +384,41 @@ class CollectiveRing:
 
     def poll_completion(self, collectives: Iterable[Collective]) -> None:
         """Check whether these collectives have ended without being recorded as such."""
+        on_device: list[Collective] = []
         for collective in collectives:
-            self._poll_one(collective)
+            if collective.t_end is None and collective._is_finished is not None:
+                if not collective._on_device:
+                    self._poll_one(collective)
+                elif self._device_error is not None:
+                    self.finish(collective, self._device_error)
+                else:
+                    on_device.append(collective)
+        if on_device and not self.num_captures:
+            self.run_device_queries(lambda: self._poll_on_device(on_device))
 
     def running(self) -> tuple[Collective, ...]:
         """Return the collectives that have not finished, oldest first."""
         return tuple(collective for collective in self.snapshot() if collective.t_end is None)
 
+    def _poll_on_device(self, collectives: list[Collective]) -> None:
+        for collective in collectives:
+            if self.num_captures:  # one has begun meanwhile
+                return
+            if self._device_error is None:
+                self._poll_one(collective)
+            else:
+                self.finish(collective, self._device_error)
+
     def _poll_one(self, collective: Collective) -> None:
         is_finished = collective._is_finished
         if collective.t_end is not None or is_finished is None:
-            return
-        on_device = collective._on_device
-        if on_device and self._device_error is not None:
-            self.finish(collective, self._device_error)
-            return
-        if on_device and self.num_captures:
             return
         try:
             if is_finished():
                 self.finish(collective)
         except Exception as error:
             unknown = f"whether it has ended is unknown: {one_line_error(error)}"
-            if on_device:
+            if collective._on_device:
                 self._device_error = unknown
             self.finish(collective, unknown)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,7 +20,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from meshbook.clock import monotonic
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, messages
+from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.messages import StoreReply
 
 # Interval at which a waiting thread checks for cancellation. An abort promises 0.2 s.
@@ -34,24 +36,31 @@ class MeshStore(Store):
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, token: str, *, timeout_s: float = 300.0
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        token: str,
+        *,
+        timeout_s: float = 300.0,
+        listen_on: str | None = None,
+        server_key: str | None = None,
     ) -> None:
         """
         Args:
             timeout_s: seconds that a wait for keys may take, unless the call passes its own.
+            listen_on: this machine's address at which clients on other machines reach this process; None: there are no
+                other machines.
+            server_key: the store's public CURVE key, if the address is a tcp one.
         """
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
-        self._context, self._address, self._token = context, address, token
+        self._context, self._address, self._token, self._server_key = context, address, token, server_key
         self._request_numbers = itertools.count(1)
         self._thread_local = threading.local()
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._sockets: list[LinkedDealer] = []
         self._num_cancelled = 0
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all its clients are on this machine."""
-        return self._address.startswith("ipc://")
+        # gloo has no authentication, so it listens on loopback where that is enough, else on one address only
+        self.listen_on = listen_on or "127.0.0.1"
 
     def cancel_waits(self) -> None:
         """End every wait for keys that has begun, in all threads. Does not block."""
@@ -69,7 +78,7 @@ class MeshStore(Store):
     def close(self) -> None:
         """Close all connections. No thread may have a request in flight."""
         while self._sockets:
-            self._sockets.pop().close(linger=0)
+            self._sockets.pop().close()
         self._thread_local = threading.local()
 
     # ---- torch's Store
@@ -127,31 +136,31 @@ class MeshStore(Store):
         """
         socket = self._socket()
         num_cancelled_before = getattr(self._thread_local, "given_up_before", self._num_cancelled)
-        socket.send_multipart(codec.encode(request))
+        socket.send(codec.encode_body(request))
         deadline = monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         try:
             while self._num_cancelled == num_cancelled_before:
                 remaining_ms = int((deadline - monotonic()) * 1000)
-                if socket.poll(max(0, min(_POLL_MS, remaining_ms))):
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
-                    reply = codec.store_replies.decode(frames)
-                    if reply.request_id == request.request_id:  # else the reply to an earlier, cancelled request
-                        return reply
+                if socket.socket.poll(max(0, min(_POLL_MS, remaining_ms))):
+                    body = socket.accept(socket.socket.recv_multipart(zmq.NOBLOCK))
+                    reply = None if body is None else codec.store_replies.decode_body(body)
+                    if reply is not None and reply.request_id == request.request_id:
+                        return reply  # not the reply to an earlier, cancelled request
                 elif remaining_ms <= 0:
                     raise DistStoreError(f"the mesh's store did not answer in time: {_describe_request(request)}")
         except BaseException:
             with contextlib.suppress(zmq.ZMQError):
-                socket.send_multipart(codec.encode(messages.StoreCancel(request.request_id)))
+                socket.send(codec.encode_body(messages.StoreCancel(request.request_id)))
             raise
         raise DistStoreError(f"the wait for the mesh's store was given up: {_describe_request(request)}")
 
-    def _socket(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] | None = getattr(self._thread_local, "socket", None)
+    def _socket(self) -> LinkedDealer:
+        socket: LinkedDealer | None = getattr(self._thread_local, "socket", None)
         if socket is None:
-            socket = self._context.socket(zmq.DEALER)
-            keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-            socket.connect(self._address)
-            socket.send_multipart(codec.encode(messages.StoreHello(self._token)))
+            socket = LinkedDealer(
+                self._context, self._address, secrets.token_hex(8).encode(), server_key=self._server_key
+            )
+            socket.introduce(codec.encode_body(messages.StoreHello(self._token)))
             self._thread_local.socket = socket
             self._sockets.append(socket)
         return socket

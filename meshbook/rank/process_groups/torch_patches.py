@@ -66,11 +66,17 @@ class TorchPatches:
         """
         self.is_backward_incomplete = False
         self._create_group, self._abort_failure, self._name_for = create_group, abort_failure, name_for
+        self._shares_gpu = False
         self._requested_backends: dict[str, str] = {}  # of the group being created
         self._originals: list[tuple[Any, str, Any]] = []  # module, name, original function
 
-    def install(self) -> None:
-        """Patch torch, unless it is patched."""
+    def install(self, *, shares_gpu: bool = False) -> None:
+        """Patch torch, unless it is patched.
+
+        Args:
+            shares_gpu: ranks share a GPU, which NCCL refuses: groups have gloo in its place.
+        """
+        self._shares_gpu = shares_gpu
         if self._originals:
             return
         dist.Backend.register_backend(_BACKEND_NAME, self._backend_created, extended_api=True, devices=["cpu", "cuda"])
@@ -110,6 +116,11 @@ class TorchPatches:
         kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
         if not set(kinds.values()) <= {"gloo", "nccl"} or getattr(c10d._world, "comms", None):
             return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: cannot be aborted here
+        # DeviceMesh asks for NCCL where there are GPUs, also for ranks on the CPU.
+        if self._shares_gpu or (call.arguments.get("group_desc") == "mesh_default" and _world_is_on_gloo()):
+            kinds = dict.fromkeys(kinds, "gloo")
+            requested = dist.Backend("gloo")
+            config = c10d.BackendConfig(requested)
         if "nccl" in kinds.values():
             kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; supporting them does no harm
         if (name := self._name_for(call.arguments["global_ranks_in_group"])) is not None:
@@ -165,6 +176,10 @@ class TorchPatches:
             raise replacement from None
         finally:
             self.is_backward_incomplete = self.is_backward_incomplete or not ended
+
+
+def _world_is_on_gloo() -> bool:
+    return bool(dist.is_initialized() and dist.get_backend() == "gloo")
 
 
 def begin_world_generation(store: Store) -> None:

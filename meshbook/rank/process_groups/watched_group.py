@@ -23,7 +23,7 @@ from meshbook.ids import name_ranks
 from meshbook.rank.process_groups import coalesced
 from meshbook.rank.process_groups.backends import BackendHandle
 from meshbook.rank.process_groups.collectives import COLLECTIVES, OPTION_TYPES, POINT_TO_POINT, inputs_and_options
-from meshbook.rank.process_groups.cuda import finish_on_stream
+from meshbook.rank.process_groups.cuda import finish_on_stream, prepare_queries
 from meshbook.rank.process_groups.failures import GroupFailure
 from meshbook.rank.process_groups.group_health import GroupHealth, Observer
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel, one_line_error
@@ -74,7 +74,10 @@ class WatchedGroup(ProcessGroup):
         timeout: of its collectives, unless the call passes its own.
         options: NCCL options that the user passed; None without.
         backend_handles: its real backends.
+        is_replayed: it has no real group, and a record answers its collectives.
     """
+
+    is_replayed = False
 
     def __init__(
         self,
@@ -119,6 +122,8 @@ class WatchedGroup(ProcessGroup):
     def attach_backends(self, handles: Sequence[BackendHandle], store: Store) -> None:
         """Set its real backends and its store prefix, and clear a former failure."""
         by_kind = {handle.kind: handle.backend for handle in handles}
+        if "nccl" in by_kind:
+            prepare_queries(self._ring)
         inner = ProcessGroup(store, self.rank(), self.size())
         # C++ code that requests a backend from the wrapper itself gets the first one that was attached, because a
         # process group registers a backend type once. Only DDP's logger does so, to read its number of threads.
@@ -307,7 +312,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
             record = self._ring.begin(op, self.label, tensors, peer)
             arguments = health.notify_begun(record, args, kwargs) if health.observers else None
             on_nccl = self._has_nccl and self._uses_nccl(op, tensors, options)
-            if on_gloo is not None and not on_nccl and len(args) >= 2:
+            if on_gloo is not None and not (on_nccl or self.is_replayed) and len(args) >= 2:
                 work = on_gloo(self._inner, *args, **kwargs)
             else:
                 work = getattr(self._inner, method)(*args, **kwargs)

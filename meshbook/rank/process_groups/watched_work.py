@@ -51,7 +51,7 @@ class WatchedWork(Work):
             if not watched._work.is_completed():
                 return False
             # Recorded as a success, a failure would count as taking part, and other members would wait forever. The
-            # thread that waits for it may record it only REASON_TIMEOUT_S later.
+            # thread that waits for it may record it only when its reason is known.
             if in_slices and (error := failure_of(watched._work)) is not None:
                 health.ring.finish(record, error)
             return True
@@ -84,6 +84,8 @@ class WatchedWork(Work):
             health.ring.finish(record)
         if self._observed_arguments is not None:
             arguments, self._observed_arguments = self._observed_arguments, None
+            if record.op == "recv" and record.peer is None:
+                arguments = (*arguments, work._source_rank())
             health.notify_finished(record, arguments)
         return True
 
@@ -98,7 +100,8 @@ class WatchedWork(Work):
         if self._future is None:
             # the future may outlive this object
             self._health.ring.set_completion_check(self._record, None)
-            self._future = _AbortableFuture(self._health, self._record, self._work).future
+            arguments, self._observed_arguments = self._observed_arguments, None
+            self._future = _AbortableFuture(self._health, self._record, self._work, arguments).future
         return self._future
 
 
@@ -137,7 +140,10 @@ class _AbortableFuture:
     searches it for tensors. So a failed future holds an object that raises when it is accessed.
     """
 
-    def __init__(self, health: GroupHealth, record: Collective, work: Any) -> None:
+    def __init__(
+        self, health: GroupHealth, record: Collective, work: Any, observed_arguments: tuple[Any, ...] | None
+    ) -> None:
+        self._observed_arguments = observed_arguments
         self._health, self._record, self._connection_version = health, record, health.connection_version
         self.future: torch.futures.Future[Any] = torch.futures.Future()
         self._inner: Any = None
@@ -172,6 +178,8 @@ class _AbortableFuture:
             return
         if self._health.claim_future(self._record):
             self._health.ring.finish(self._record)
+            if self._observed_arguments is not None:
+                self._health.notify_finished(self._record, self._observed_arguments)
             self.future.set_result(value)
 
     def _set_error(self, error: BaseException) -> None:

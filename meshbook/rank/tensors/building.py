@@ -8,30 +8,37 @@ holds tensors that are not parameters, or ties parameters), it is built complete
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshbook.errors import UsageError
+from meshbook.errors import PlacementError, UsageError
+from meshbook.rank.tensors import feeding
+from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
+from meshbook.rank.tensors.strategies import NAMES, Plan
+from meshbook.rank.tensors.tensor_parallel import TensorCut, apply_cut, find_cut, other_dim
 
 Source = nn.Module | Callable[[], nn.Module]
-Strategy = str | Callable[[nn.Module, Any], nn.Module | None]
+Strategy = Plan | str | Callable[[nn.Module, Any], nn.Module | None]
 
-STRATEGIES = {
-    "fsdp": "parameters, gradients and optimizer state sharded over the axis, gathered block by block (FSDP2)",
-    "ddp": "whole parameters on every rank, gradients averaged while backward runs",
-    "replicate": "whole parameters on every rank as DTensors; operations follow the placements of what comes in",
-}
+
+class Built(NamedTuple):
+    """A module on this rank."""
+
+    module: nn.Module
+    rng_state_after: torch.Tensor  # the generator's, as if the module had been made by it
+    cut: TensorCut | None  # how its layers are cut
+    checks: list[CutCheck]  # of its cut layers, which run with the first forward
 
 
 # Options that must be given in another way, and how.
@@ -50,7 +57,7 @@ _RESERVED_OPTIONS = {
     "mp_policy": 'say precision="bf16"',
     "mixed_precision": 'say precision="bf16"',
 }
-_STRATEGY_SIGNATURES: dict[str, Callable[..., Any]] = {"ddp": DistributedDataParallel.__init__, "fsdp": fully_shard}
+_SIGNATURES: dict[str, Callable[..., Any]] = {"ddp": DistributedDataParallel.__init__, "fsdp": fully_shard}
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str | None) -> None:
@@ -64,9 +71,14 @@ def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str
     name = ", ".join(options)
     if callable(strategy):
         raise UsageError(f"{name}: a strategy of your own gets (module, mesh); bind them to it with functools.partial")
-    function = _STRATEGY_SIGNATURES.get(strategy)
+    kind = strategy if isinstance(strategy, str) else "fsdp" if strategy.fsdp else "ddp" if strategy.ddp else "tp"
+    if isinstance(strategy, Plan) and strategy.tp is not None and "shard_placement_fn" in options:
+        raise UsageError(
+            "shard_placement_fn is not an option with tp: what is cut over one dim is sharded over another"
+        )
+    function = _SIGNATURES.get(kind)
     if function is None:
-        raise UsageError(f'{name}: strategy="{strategy}" has no options')
+        raise UsageError(f'{name}: strategy="{kind}" has no options')
     known = [known for known in inspect.signature(function).parameters if known != "self"]
     for option in options:
         alternative = _RESERVED_OPTIONS.get(option) if option in known else None
@@ -76,7 +88,7 @@ def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str
             raise UsageError(f"{option} is not an option here: {alternative}; or give a strategy of your own")
         if option not in known:
             given = ", ".join(known for known in known if known not in _RESERVED_OPTIONS)
-            raise UsageError(f'distribute and strategy="{strategy}" have no option {option}; the strategy has {given}')
+            raise UsageError(f'distribute and strategy="{kind}" have no option {option}; the strategy has {given}')
 
 
 def build(
@@ -84,94 +96,112 @@ def build(
     strategy: Strategy,
     dtype: torch.dtype | None,
     mesh: DeviceMesh,
-    axis: str,
     rng_state: Any,
     options: Mapping[str, Any],
-) -> nn.Module:
+) -> Built:
     """Build the module on this rank.
 
     Args:
         dtype: what forward computes in; None: the dtype of the parameters.
-        axis: the mesh axis over which batches are sharded.
         rng_state: state of the generator that the module's initial values are drawn from.
         options: arguments of the strategy's class in torch.
     """
-    device = (
-        torch.device(mesh.device_type, torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
     previous_rng_state = torch.get_rng_state()
     torch.set_rng_state(rng_state)
     try:
-        if (
-            not isinstance(source, nn.Module)
-            and strategy == "fsdp"
-            and (meta_module := _build_on_meta(source)) is not None
-        ):
-            module = _apply_fsdp(meta_module, mesh[axis], dtype, device, options)
+        is_sharded = isinstance(strategy, Plan) and strategy.fsdp is not None
+        meta_module = _build_on_meta(source) if is_sharded and not isinstance(source, nn.Module) else None
+        if meta_module is not None:
+            module, cut, checks = apply_strategy(meta_module, strategy, mesh, dtype, device, options)
             torch.set_rng_state(rng_state)  # discard what the meta device drew
             materialize(module, device)
-            return module
-        torch.set_rng_state(rng_state)
-        module = source if isinstance(source, nn.Module) else source()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"the factory gave a {type(module).__name__}, not a torch.nn.Module")
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise ValueError(
-                "this module is on the meta device and has no values; pass the function that makes it instead, or "
-                "materialise it first with module.to_empty(device='cpu') and initialise it"
-            )
-        return apply_strategy(module, strategy, mesh, axis, dtype, device, options)
+        else:
+            torch.set_rng_state(rng_state)
+            module = _build_whole(source)
+            module, cut, checks = apply_strategy(module, strategy, mesh, dtype, device, options)
+        return Built(module, torch.get_rng_state(), cut, checks)
     finally:
-        _rng_states_after_build.append(torch.get_rng_state())
         torch.set_rng_state(previous_rng_state)
 
 
-_rng_states_after_build: list[torch.Tensor] = []  # generator state after the last build
-
-
-def pop_rng_state() -> torch.Tensor:
-    return _rng_states_after_build.pop()
+def _build_whole(source: Source) -> nn.Module:
+    module = source if isinstance(source, nn.Module) else source()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the factory gave a {type(module).__name__}, not a torch.nn.Module")
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            "this module is on the meta device and has no values; pass the function that makes it instead, or "
+            "materialise it first with module.to_empty(device='cpu') and initialise it"
+        )
+    return module
 
 
 def without_data(source: Source) -> Source:
     """Return a factory as it is, and of a module a copy on the meta device."""
-    if not isinstance(source, nn.Module):
-        return source
-    memo: dict[int, Any] = {}
-    for parameter in source.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in source.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(source, memo)
+    return copy_without_data(source) if isinstance(source, nn.Module) else source
 
 
 def apply_strategy(
     module: nn.Module,
     strategy: Strategy,
     mesh: DeviceMesh,
-    axis: str,
     dtype: torch.dtype | None,
     device: torch.device,
     options: Mapping[str, Any],
-) -> nn.Module:
-    """Distribute a module that has its values. Tensors from shared memory are copied, so that the rank owns them."""
-    if callable(strategy):
-        return strategy(module.to(device), mesh) or module
-    if strategy == "fsdp":
-        return _apply_fsdp(module, mesh[axis], dtype, device, options)
+) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
+    """Distribute a module. Tensors from shared memory are copied, so that the rank owns them."""
+    if not isinstance(strategy, (Plan, str)):
+        return strategy(module.to(device), mesh) or module, None, []
+    if strategy == "replicate":
+        _copy_to_device(module, device)
+        return distribute_module(module, mesh), None, []
+    if not isinstance(strategy, Plan):
+        raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(NAMES)}, a Plan, or a function")
+    cut, checks = None, []
+    if strategy.tp is not None:
+        cut = find_cut(module, mesh[strategy.tp].size(), strategy.tp_plan)
+        checks = apply_cut(module, cut, mesh[strategy.tp], whole_biases=strategy.fsdp is not None)
+        if strategy.fsdp is not None:
+            _check_second_dims(module, mesh[strategy.fsdp].size(), strategy.fsdp)
+            options = {"shard_placement_fn": other_dim, **options}
+    if (interval := strategy.checkpoint_interval) is not None:
+        blocks = find_blocks(module)
+        if len(blocks) < interval:
+            raise UsageError(
+                f"ac={strategy.ac!r}: {len(blocks)} repeated blocks were found in this {type(module).__name__}; call "
+                "torch.utils.checkpoint.checkpoint in its forward instead"
+            )
+        for block in blocks[interval - 1 :: interval]:
+            checkpoint(block)
+    if strategy.fsdp is not None:
+        axes = strategy.batch_axes
+        return _apply_fsdp(module, mesh[axes if len(axes) > 1 else axes[0]], dtype, device, options), cut, checks
+    _copy_to_device(module, device)
+    if strategy.ddp is None:
+        return module, cut, checks
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
+    return wrap_ddp(module, mesh, strategy.ddp, options), cut, checks
+
+
+def _check_second_dims(module: nn.Module, size: int, axis: str) -> None:
+    for name, parameter in module.named_parameters():
+        if other_dim(parameter) is not None and parameter.shape[1] % size:
+            width = parameter.shape[1]
+            raise PlacementError(
+                f"{name} is cut over tp along dim 0, and its dim 1 of {width} cannot be sharded evenly over "
+                f"{axis}={size}: {width} = {width // size} x {size} + {width % size}"
+            )
+
+
+def _copy_to_device(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data = tensor.data.to(device, copy=True)
-    if strategy == "ddp":
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
-        return wrap_ddp(module, mesh, axis, options)
-    if strategy == "replicate":
-        return distribute_module(module, mesh)
-    raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device, copy=True)
 
 
 def wrap_ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int, options: Mapping[str, Any]) -> nn.Module:
@@ -221,6 +251,13 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             for child in group:
                 found.extend(find_blocks(child))
     return found
+
+
+def block_names(module: nn.Module) -> list[str]:
+    """Return the names of the repeated blocks."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    names = {id(submodule): name for name, submodule in inner.named_modules()}
+    return [names[id(block)] for block in find_blocks(inner)]
 
 
 def _block_signature(module: nn.Module) -> Any:
@@ -319,10 +356,7 @@ def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def _store_own_shard(target: torch.Tensor, drawn: torch.Tensor | None) -> None:
     assert drawn is not None
     if isinstance(target, DTensor):
-        own_shard = distribute_tensor(
-            drawn.detach().to(target.device), target.device_mesh, target.placements, src_data_rank=None
-        )
-        target.to_local().copy_(own_shard.to_local())
+        target.to_local().copy_(feeding.own_shard(drawn.detach(), target.device_mesh, target.placements))
     else:
         target.copy_(drawn)
 
@@ -335,8 +369,10 @@ def averages_gradients(module: nn.Module) -> bool:
     return isinstance(module, (FSDPModule, DistributedDataParallel))
 
 
-def runs_locally(module: nn.Module, mesh: DeviceMesh) -> bool:
+def runs_locally(module: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> bool:
     """Whether forward takes and returns this rank's plain tensors; otherwise DTensors of the complete mesh."""
+    if isinstance(strategy, Plan):
+        return True
     meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
     return averages_gradients(module) or meshes != {mesh}
 

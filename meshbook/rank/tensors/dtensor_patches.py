@@ -1,8 +1,11 @@
-"""Adds what DTensor lacks on CPU, through torch's own extension APIs. Used for running and for planning operations.
+"""Adds what DTensor lacks, through torch's own extension APIs. Used for running and for planning operations.
 
-- Attention: torch's CPU kernel has no sharding rule; batch and heads may be sharded.
-- Random numbers: on a CPU mesh every shard would draw the same ones. Here each shard has its own seed, made of the
-  operation's seed and the shard's index: shards differ, replicas agree, and the same seeds give the same numbers.
+- Random numbers: an operation of a remote tensor brings its seed, and DTensor would have shards of a CPU mesh draw the
+  same numbers. Here each shard has its own seed, made of the operation's seed and the shard's index: shards differ,
+  replicas agree, and the same seeds give the same numbers.
+- Shapes: what an operation makes of tensors of global shapes is found once, whatever their placements.
+- Costs: which placements DTensor chooses may depend on how many devices it finds in a host. The controller has none of
+  the ranks' devices, so both count one.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor._random as dtensor_random
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
+
+from meshbook.rank.tensors import attention
 
 aten = torch.ops.aten
 
@@ -30,16 +35,75 @@ _installed = False
 
 
 def install() -> None:
-    """Install the patches. Idempotent. Does not replace an RNG tracker that other code installed."""
+    """Install the patches. Idempotent."""
     global _installed
     if not _installed:
         _installed = True
-        _register_attention()
+        _collective_utils._mesh_resources = _HostsOfOneDevice()  # type: ignore[assignment, attr-defined]
+        attention.register_shardings(register_sharding)
         _register_other_ops()
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator._propagate_tensor_meta_non_cached = _ResultMetas(propagator._propagate_tensor_meta_non_cached)
         for name in ("_collective_utils", "_redistribute"):
             logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_should_log)
-    if dtensor_random._rng_tracker is None:
-        dtensor_random._rng_tracker = ShardedRNGTracker()  # type: ignore[assignment]
+
+
+class _ResultMetas:
+    """Shape, stride and dtype of results, by the operation and its arguments without their placements.
+
+    DTensor runs each operation on fake tensors of the global shapes, again for each combination of placements. That is
+    half of what planning an operation takes.
+    """
+
+    def __init__(self, propagate: Any) -> None:
+        self._propagate = propagate
+        self._found: dict[Any, Any] = {}
+
+    def __call__(self, op_schema: Any) -> Any:
+        try:
+            key = (op_schema.op, _key(op_schema.args_schema), _key(op_schema.kwargs_schema), torch.get_default_dtype())
+            if key in self._found:
+                return self._found[key]
+        except TypeError:  # of SymInts, or of what cannot be compared
+            return self._propagate(op_schema)
+        found = self._propagate(op_schema)
+        if not isinstance(found, list):
+            if len(self._found) >= _MAX_RESULT_METAS:
+                self._found.clear()
+            self._found[key] = found
+        return found
+
+
+_MAX_RESULT_METAS = 10_000  # about 5 MB
+
+
+def _key(argument: Any) -> Any:
+    """Return what tells an argument of an operation from others, except for placements; 1, 1.0 and True differ."""
+    if isinstance(argument, DTensorSpec):
+        meta = argument.tensor_meta
+        if meta is None:
+            raise TypeError
+        return (argument.mesh.device_type, _key(tuple(meta.shape)), _key(tuple(meta.stride)), meta.dtype)
+    if isinstance(argument, (list, tuple)):
+        return (type(argument), *map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in argument.items())
+    if not isinstance(argument, _COMPARED_ARGUMENTS):
+        raise TypeError
+    return (type(argument), argument)
+
+
+_COMPARED_ARGUMENTS = (
+    int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class _HostsOfOneDevice:
+    """What DTensor's estimates ask of its mesh resources."""
+
+    @staticmethod
+    def num_devices_per_host(device_type: str) -> int:
+        return 1
 
 
 class _RemoteOpDepth(threading.local):
@@ -67,26 +131,6 @@ def in_remote_op() -> Iterator[None]:
 
 def _should_log(record: logging.LogRecord) -> bool:
     return not _remote_op_depth.depth or record.levelno >= logging.ERROR
-
-
-def _register_attention() -> None:
-    strategies = (Replicate(), Shard(0), Shard(1))
-
-    # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
-    def forward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
-        if attn_mask is not None:
-            replicated = Replicate()
-            kwargs = [replicated] if scale is None else [replicated, None]
-            return [([replicated] * 2, [replicated] * 3 + [None, None] + kwargs)]
-        return [([strategy] * 2, [strategy] * 3 + [None, None]) for strategy in strategies]
-
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
-    def backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
-        if attn_mask is not None:
-            replicated = Replicate()
-            return [([replicated] * 3, [replicated] * 6 + [None, None, replicated])]
-        return [([strategy] * 3, [strategy] * 6 + [None, None]) for strategy in strategies]
 
 
 def _register_other_ops() -> None:
@@ -168,14 +212,24 @@ def with_actual_dtype(tensor: DTensor) -> DTensor:
     return DTensor(tensor._local_tensor, new_spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-class ShardedRNGTracker:
-    """DTensor's RNG tracker interface, for a CPU mesh."""
+class ShardedRNGTracker(dtensor_random.OffsetBasedRNGTracker):
+    """DTensor's RNG tracker for operations of remote tensors, and for cells of ranks on a CPU.
+
+    On a GPU torch requires this base class and asks it for offsets. It is not initialised: torch's own would look for a
+    device, and broadcast the state of rank 0's generator to ranks that may not take part.
+    """
 
     distribute_region_enabled = True
 
     def __init__(self) -> None:
-        # Seed of the running operation; None: a cell's operation, which draws from torch's generator.
+        # Seed of the running operation; None: it has none, and draws from torch's generators.
         self.seed: int | None = None
+
+    def _compute_rng_offsets(self, spec: Any) -> tuple[int, int]:
+        if self.seed is not None:  # the generators have the seed of this shard
+            return 0, 0
+        offsets: tuple[int, int] = super()._compute_rng_offsets(spec)
+        return offsets
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -192,6 +246,26 @@ class ShardedRNGTracker:
         torch.manual_seed(seed)
 
 
+# The one of this process.
+RNG_TRACKER = ShardedRNGTracker()
+
+
+def install_rng_tracker() -> None:
+    """Have cells on a CPU, for which DTensor has no tracker, use this one, unless other code installed its own."""
+    if dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = RNG_TRACKER
+
+
+@contextlib.contextmanager
+def own_rng_tracker() -> Iterator[None]:
+    """Have DTensor use this tracker in this context, and what it used before afterwards. Main thread of a rank only."""
+    before, dtensor_random._rng_tracker = dtensor_random._rng_tracker, RNG_TRACKER
+    try:
+        yield
+    finally:
+        dtensor_random._rng_tracker = before
+
+
 def shard_index_of(spec: Any) -> int:
     """Return the index of this rank's shard; replicas have the same one."""
     mesh = spec.mesh
@@ -204,10 +278,13 @@ def shard_index_of(spec: Any) -> int:
 
 
 def generators() -> list[torch.Generator]:
-    """Return the process's generators: of the CPU and, if it uses one, of its GPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """Return the process's generators: of the CPU and, if it uses one that has any, of its accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    of_devices = getattr(module, "default_generators", ())
+    if not of_devices or not module.is_initialized():
         return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+    return [torch.default_generator, of_devices[module.current_device()]]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshbook.rank.tensors import agreement, dtensor_patches, feeding, modes, shared_write, tensor_store
 from meshbook.rank.tensors.execution import execute, skip_from
@@ -40,7 +40,7 @@ ON_CLIENT_DROPPED: list[Callable[[str], None]] = []
 GENERATED_CODE: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
 # Errors of a rank without a fault of its own, released from a collective because another rank failed.
-_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused", "RankLost")
+_SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused", "OutOfStep", "RankLost")
 
 _issued_decoder = msgspec.msgpack.Decoder(BatchCallSites)
 _ops_decoder: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
@@ -86,6 +86,8 @@ class RankTensors:
         FUNCTIONS["adopt"] = self._adopt
         agreement.defer_interrupts = defer_interrupts
         dtensor_patches.install()
+        if device.type == "cpu":
+            dtensor_patches.install_rng_tracker()
 
     @property
     def stores(self) -> Mapping[str, TensorStore]:
@@ -150,7 +152,7 @@ class RankTensors:
         counts_before = _collective_counts(store.mesh)
         try:
             store.modes.begin()
-            with dtensor_patches.in_remote_op():
+            with dtensor_patches.in_remote_op(), dtensor_patches.own_rng_tracker():
                 answer = self._run_batch(command, store)
             if (counts := _collective_counts(store.mesh)) != counts_before:
                 answer["met"] = [now - then for now, then in zip(counts, counts_before, strict=True)]
@@ -254,17 +256,17 @@ class RankTensors:
         tensor = tensor.detach()
         if placements is None:
             store.values[id] = tensor.to(self.device, copy=True)
-        elif all(placement.is_replicate() for placement in placements):
-            local_tensor = tensor.to(self.device, copy=True)
-            assert store.mesh is not None
-            store.values[id] = DTensor.from_local(local_tensor, store.mesh, placements, run_check=False)
-        else:
-            dtensor = distribute_tensor(tensor, store.mesh, placements, src_data_rank=None)
-            local_tensor = dtensor.to_local().to(self.device, copy=True)
-            stride = torch.empty(tensor.shape, device="meta").stride()
-            store.values[id] = DTensor.from_local(
-                local_tensor, store.mesh, placements, run_check=False, shape=tensor.shape, stride=stride
-            )
+            return
+        shard = feeding.own_shard(tensor, store.mesh, placements)
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        store.values[id] = DTensor.from_local(
+            shard.to(self.device, copy=True, memory_format=torch.contiguous_format),
+            store.mesh,
+            placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=stride,
+        )
 
     def _store_rows(self, store: TensorStore, rows: ShardedUpload) -> None:
         try:
@@ -286,6 +288,8 @@ class RankTensors:
         if pending_error is not None:
             return {"poison": pending_error.as_dict()}
         if fetch.mode == "nothing":
+            if self.device.type != "cpu":  # its operations have been launched, and may still fail
+                torch.get_device_module(self.device).synchronize(self.device)
             return {"live": len(store.values), "templates": len(store.templates)}
         try:
             value = store.get(fetch.id)

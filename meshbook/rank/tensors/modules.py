@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building, dtensor_patches
 from meshbook.rank.tensors import modes as torch_modes
+from meshbook.rank.tensors.cut_checks import run_with_first_call
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
@@ -101,20 +102,26 @@ def module_first(
     inputs_with_grad: Sequence[int] | None,
     trainable_indices: Sequence[int] | None,
     mutated_buffers: Sequence[int],
+    unchecked: Sequence[str],
     seed: float,
     args: Any,
     kwargs: Any,
 ) -> dict[str, Any]:
     """Run the first forward of a kind; its outputs stay here until `module_first_result` fetches them by this number.
 
+    Args:
+        unchecked: the modules with cut layers that have not been compared with whole ones yet.
+
     Returns:
-        As plain data: which tensors it returns, whether it draws random numbers, which buffers it changes.
+        As plain data: which tensors it returns, whether it draws random numbers, which buffers it changes, which of
+        `unchecked` were compared.
     """
     resident = find_resident(key)
+    checks = [check for check in resident.checks if check.name in unchecked]
     if trainable_indices is not None:
         resident.set_trainable(trainable_indices)
     before = resident.clone_buffers()
-    with torch.no_grad(), torch_modes.apply_modes(modes):
+    with torch.no_grad(), torch_modes.apply_modes(modes), run_with_first_call(checks) as checked:
         tensors, description = _forward(
             key, training, autocast_dtype, inputs_with_grad, mutated_buffers, seed, args, kwargs, is_first=True
         )
@@ -129,7 +136,11 @@ def module_first(
                 ]
     resident.first_result = number, tensors
     outputs = tensors if inputs_with_grad is None else tensors[:-1]
-    return description | {"tensors": [tensor_meta(tensor) for tensor in outputs], "changed": changed}
+    return description | {
+        "tensors": [tensor_meta(tensor) for tensor in outputs],
+        "changed": changed,
+        "checked": checked,
+    }
 
 
 def module_first_result(key: str, number: float) -> list[Any]:
@@ -147,7 +158,7 @@ class _OwnInputs:
 
     args: Any = ()
     kwargs: Any = dataclasses.field(default_factory=dict)
-    is_sharded: bool = False  # whether any input is cut into rows over the batch axis
+    is_sharded: bool = False  # whether any input is cut into rows over the batch axes
     requiring_grad: list[torch.Tensor] = dataclasses.field(default_factory=list)
     placements: list[list[Placement]] = dataclasses.field(default_factory=list)  # of those that require a gradient
 
@@ -215,7 +226,7 @@ def _own_inputs(resident: ResidentModule, with_grad: Sequence[int], args: Any, k
             return leaf
         number = next(numbers)
         if resident.runs_locally:
-            inputs.is_sharded = inputs.is_sharded or leaf.placements[resident.axis].is_shard()
+            inputs.is_sharded = inputs.is_sharded or resident.is_cut_into_rows(leaf.placements)
             own_input, placements = _local_rows(resident, leaf, number)
         else:
             own_input, placements = leaf.detach(), list(leaf.placements)
@@ -238,7 +249,7 @@ def _forward_context(
         if dtype is not None:
             stack.enter_context(torch.autocast(resident.mesh.device_type, dtype=dtype))
         if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
-            shard_index = resident.mesh.get_local_rank(resident.axis) if inputs.is_sharded else 0
+            shard_index = resident.shard_index if inputs.is_sharded else 0
             mixed = dtensor_patches.mix_seed(int(seed), shard_index)
             stack.enter_context(dtensor_patches.fork_rng_with_seed(mixed))
         yield
@@ -277,7 +288,7 @@ def _wrap_outputs(
             results.append(output.detach())
             output_placements.append(None)
             continue
-        placements = resident.placements_on_axis(_output_placement(output, is_sharded))
+        placements = resident.placements_on_axes(_output_placement(output, is_sharded))
         results.append(DTensor.from_local(output.detach(), resident.mesh, placements, run_check=False))
         output_placements.append(placements)
     return results, output_placements
@@ -285,24 +296,25 @@ def _wrap_outputs(
 
 def _local_rows(resident: ResidentModule, leaf: DTensor, at: int) -> tuple[torch.Tensor, list[Placement]]:
     """Return this rank's rows of an input, or all of it."""
-    placement = leaf.placements[resident.axis]
-    if placement.is_shard() and not resident.averages_gradients:
-        axis = resident.mesh.mesh_dim_names[resident.axis]
+    cut = [(axis, placement) for axis in resident.axes if (placement := leaf.placements[axis]).is_shard()]
+    names = resident.mesh.mesh_dim_names
+    for axis, placement in cut:
+        if not resident.averages_gradients:
+            raise ValueError(
+                f"input {at} is cut over {names[axis]}, over which this module's gradients are not averaged; give "
+                f"whole inputs, or have your strategy call fully_shard(module, mesh=mesh[{names[axis]!r}]) too"
+            )
+        if not placement.is_shard(0):
+            raise ValueError(
+                f"input {at} is cut along dim {placement.dim} over {names[axis]}; this module works on rows (dim 0): "
+                "redistribute it with Shard(0)"
+            )
+    if cut and leaf.shape[0] % resident.num_shards:
         raise ValueError(
-            f"input {at} is cut over {axis}, over which this module's gradients are not averaged; give whole inputs, "
-            f"or have your strategy call fully_shard(module, mesh=mesh[{axis!r}]) too"
+            f"input {at} has {leaf.shape[0]} rows, which cannot be cut evenly over {resident.axes_text()}; drop the "
+            "last ones or pad it"
         )
-    if placement.is_shard() and not placement.is_shard(0):
-        raise ValueError(
-            f"input {at} is cut along dim {placement.dim} over {resident.mesh.mesh_dim_names[resident.axis]}; this "
-            "module works on rows (dim 0): redistribute it with Shard(0)"
-        )
-    if placement.is_shard() and leaf.shape[0] % resident.num_shards:
-        raise ValueError(
-            f"input {at} has {leaf.shape[0]} rows, which cannot be cut evenly over "
-            f"{resident.mesh.mesh_dim_names[resident.axis]}={resident.num_shards}; drop the last ones or pad it"
-        )
-    placements = resident.placements_on_axis(Shard(0) if placement.is_shard() else Replicate())
+    placements = resident.placements_on_axes(Shard(0) if cut else Replicate())
     return _local_tensor_at(leaf, placements), placements
 
 
@@ -383,8 +395,8 @@ def _backward(
         if placements is None:
             grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in output.placements])
         else:
-            is_mean = placements[resident.axis].is_partial()
-            grad_placements = resident.placements_on_axis(Replicate()) if is_mean else placements
+            is_mean = any(placement.is_partial() for placement in placements)
+            grad_placements = resident.placements_on_axes(Replicate()) if is_mean else placements
             grad = _local_tensor_at(grad, grad_placements)
             if saved.grad_scale != 1.0 and not is_mean:  # a mean's gradient is divided by their number already
                 grad = grad * saved.grad_scale
@@ -405,9 +417,9 @@ def _pop_input_gradients(resident: ResidentModule, saved: _SavedForward) -> list
         grad = torch.zeros_like(tensor) if grad is None else grad
         if not isinstance(grad, DTensor):
             grad = grad / saved.grad_scale if saved.grad_scale != 1.0 else grad
-            is_sharded = placements[resident.axis].is_shard()
+            is_sharded = resident.is_cut_into_rows(placements)
             grad_placements = (
-                placements if is_sharded or saved.grad_scale == 1.0 else resident.placements_on_axis(Partial())
+                placements if is_sharded or saved.grad_scale == 1.0 else resident.placements_on_axes(Partial())
             )
             grad = DTensor.from_local(grad, resident.mesh, grad_placements, run_check=False)
         inputs.append(grad.redistribute(placements=placements))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
@@ -62,6 +61,7 @@ class TemplateMessage:
         default_dtype: torch's default dtype, if its result has that dtype and it is not the usual one.
         overwrites: whether it overwrites all of what it mutates.
         is_view: whether its result shares the storage of its first tensor.
+        placements: those planned for each new tensor (None: each rank has one of its own); None: they are not checked.
     """
 
     number: int
@@ -76,6 +76,7 @@ class TemplateMessage:
     default_dtype: str | None = None
     overwrites: bool = False
     is_view: bool = False
+    placements: tuple[tuple[Any, ...] | None, ...] | None = None
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -146,7 +147,7 @@ class ReplicatedOp:
             return wait_local_tensor(leaf)
 
         args, kwargs = pytree.tree_map(to_local, (args, kwargs))
-        seed = getattr(dtensor_random._rng_tracker, "seed", None)
+        seed = dtensor_patches.RNG_TRACKER.seed
         with dtensor_patches.fork_rng_with_seed(seed) if seed is not None else contextlib.nullcontext():
             results = self.function(*args, **kwargs)
 

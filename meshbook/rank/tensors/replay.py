@@ -3,6 +3,11 @@
 In its first run a step is executed operation by operation and traced by a `Lowering`; later runs call the function
 generated from that. If the function is not valid (a number assumed constant has changed) or could not be generated, the
 operations run again one by one: slower, with the same results.
+
+All ranks trace a step in the same of its calls, and come to its collectives in the same order, because what a rank does
+in a call follows from the calls before it, and from what ranks have agreed on when they traced it. So the controller
+numbers the calls. A rank that has left one out refuses the next ones, and after a fault, a Stop or a heal the
+controller has all ranks begin anew.
 """
 
 from __future__ import annotations
@@ -26,6 +31,11 @@ from meshbook.rank.tensors.lowering_codegen import GENERATED_FILE, Lowered
 from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.wire.messages import Frame
+
+
+class OutOfStep(RuntimeError):
+    """This rank has left out an earlier call of a recorded step, and does not know how the others run this one."""
+
 
 # Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
 # operation, and those that set something for the operations after them.
@@ -69,11 +79,16 @@ class RecordedStep:
 
 @dataclass
 class StepReplayer:
-    """Runs a recorded step on this rank."""
+    """Runs a recorded step on this rank.
+
+    Attributes:
+        first_call: the number of the call with which it began.
+    """
 
     recorded: RecordedStep
     mesh: Any
     device: torch.device
+    first_call: int
     templates: dict[int, CompiledTemplate] = field(default_factory=dict)
     lowered: Lowered | None = None
     lowering_failure: str | None = None  # why it could not be lowered
@@ -93,8 +108,14 @@ class StepReplayer:
             if template.seeded or template.default_dtype is not None or template.name.startswith(_OPAQUE_FUNCTIONS):
                 self.opaque_ops.add(index)
 
-    def run(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
-        """Run the step once and return its results."""
+    def run(self, call: int, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
+        """Run the step once and return its results.
+
+        Raises:
+            OutOfStep: the call does not follow the last one.
+        """
+        if call != self.first_call + self.num_replayed:
+            raise OutOfStep("an earlier call of this recorded step was left out here; call it again")
         self.num_replayed += 1
         lowered = self.lowered
         if lowered is not None and self._have_constants_changed(floats):
@@ -170,27 +191,38 @@ class StepReplayer:
             lowered = lowering.compile(pieces, merge=self.recorded.can_merge)
         except CannotLower as error:
             self.lowering_failure = str(error)
-        if not self._do_all_ranks_agree(-1 if lowered is None else zlib.crc32(repr(lowered.collective_order).encode())):
+        checksum = -1 if lowered is None else zlib.crc32(repr(lowered.collective_order).encode())
+        constant = [lowered is None or slot not in lowered.variable_floats for slot in range(len(floats))]
+        agreed = self._agree(checksum, constant)
+        if agreed is None:
             lowered, self.lowering_failure = (
                 None,
                 self.lowering_failure or "ranks would come to their collectives in different orders",
             )
-        if lowered is None:
+        if lowered is None or agreed is None:
             return results
         self.lowered, self.lowered_floats = lowered, list(floats)
-        self.constant_floats = tuple(slot for slot in range(len(floats)) if slot not in lowered.variable_floats)
+        self.constant_floats = agreed
         self.result_specs = [result._spec if isinstance(result, DTensor) else None for result in results]
         return results
 
-    def _do_all_ranks_agree(self, checksum: int) -> bool:
-        """Whether all ranks have the same checksum, and it is not negative. Blocks until all ranks take part."""
-        if self.mesh is None:
-            return checksum >= 0
-        ends = torch.tensor([checksum, -checksum], device=self.device)
-        for axis in range(self.mesh.ndim):
+    def _agree(self, checksum: int, constant: Sequence[bool]) -> tuple[int, ...] | None:
+        """Agree with all ranks on a function. Blocks until all take part.
+
+        Args:
+            checksum: of the order of its collectives; negative: this rank has no function.
+            constant: for each float, whether this rank's function assumes that it is constant.
+
+        Returns:
+            The floats that some rank assumes to be constant; None: a rank has no function, or another order.
+        """
+        ends = torch.tensor([checksum, -checksum, *constant], device=self.device)
+        for axis in range(0 if self.mesh is None else self.mesh.ndim):
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        greatest, least = ends.tolist()
-        return checksum >= 0 and greatest == -least
+        greatest, least, *is_constant = ends.tolist()
+        if checksum < 0 or greatest != -least:
+            return None
+        return tuple(slot for slot, found in enumerate(is_constant) if found)
 
     def _run_opaque(self, lowering: Lowering, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
         template = self.templates[op.template]
@@ -270,15 +302,22 @@ def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands:
     """Run a recorded step as one operation.
 
     Args:
-        operands: the step's inputs, then its floats.
+        operands: the step's inputs; the number of the call with which all ranks begin or have begun to trace it, and
+            that of this call; the step's floats.
+
+    Raises:
+        OutOfStep: this rank has left out a call since the first.
     """
     global _current_replayer
     replayer = REPLAYERS.get(key)
     if replayer is None:
-        replayer = REPLAYERS[key] = StepReplayer(pickle.loads(payload), mesh, device)
-    _current_replayer = replayer
+        replayer = REPLAYERS[key] = StepReplayer(pickle.loads(payload), mesh, device, first_call=-1)
     count = replayer.recorded.num_inputs
-    return replayer.run(operands[:count], operands[count:])
+    first_call, call = int(operands[count]), int(operands[count + 1])
+    if replayer.first_call != first_call:
+        replayer = REPLAYERS[key] = StepReplayer(replayer.recorded, mesh, device, first_call)
+    _current_replayer = replayer
+    return replayer.run(call, operands[:count], operands[count + 2 :])
 
 
 def _current_op(generated_line: int) -> tuple[str, Frame | None]:
@@ -297,11 +336,6 @@ def _current_op(generated_line: int) -> tuple[str, Frame | None]:
 
 def forget_replay(key: str) -> None:
     REPLAYERS.pop(key, None)
-
-
-def forget_all() -> None:
-    """Have every step traced again when it runs next. Call it on all ranks: they trace together."""
-    REPLAYERS.clear()
 
 
 def _drop_client(client: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,17 +27,19 @@ class ResidentModule:
     def __init__(
         self,
         key: str,
-        module: nn.Module,
+        built: building.Built,
+        strategy: building.Strategy,
         mesh: Any,
-        axis: str,
+        batch_axes: Sequence[str],
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> None:
+        module = built.module
         self.key, self.module, self.mesh, self.options = key, module, mesh, options
-        self.axis = mesh.mesh_dim_names.index(axis)
-        self.num_shards = mesh.size(self.axis)
+        self.axes = [mesh.mesh_dim_names.index(axis) for axis in batch_axes]  # those that batches are cut over
+        self.num_shards = math.prod(mesh.size(axis) for axis in self.axes)
         self.runs_locally, self.averages_gradients = (
-            building.runs_locally(module, mesh),
+            building.runs_locally(module, strategy, mesh),
             building.averages_gradients(module),
         )
         # FSDP2 casts by itself, where it gathers.
@@ -58,7 +61,7 @@ class ResidentModule:
         self.own_placements = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
         # DDP's gradients are views of the buckets that its next backward writes to.
         self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
-        self.rng_state_after = building.pop_rng_state()
+        self.rng_state_after, self.cut, self.checks = built.rng_state_after, built.cut, built.checks
         self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
         self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
         self.recipe: tuple[Any, ...] = ()  # what it was built from, for a rank that is replaced
@@ -96,16 +99,17 @@ class ResidentModule:
                 )
 
     def broadcast_buffers(self, indices: Sequence[int]) -> None:
-        """Copy these buffers from the first rank along the batch axis. Every rank takes part."""
+        """Copy these buffers from the first rank along the batch axes. Every rank takes part."""
         if not indices:
             return
         local = [self._local_tensor(index) for index in indices]
         # Summed with zeros, byte by byte: unlike a broadcast, this completes on no rank if one is missing.
         flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in local])
-        is_first = self.mesh.get_local_rank(self.axis) == 0
+        is_first = self.shard_index == 0
         if not is_first:
             flat.zero_()
-        dist.all_reduce(flat, group=self.mesh.get_group(self.axis))
+        for axis in self.axes:
+            dist.all_reduce(flat, group=self.mesh.get_group(axis))
         if is_first:
             return
         pieces = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in local])
@@ -115,12 +119,13 @@ class ResidentModule:
             (buffer.data if index in self.norm_buffer_indices else buffer).copy_(received)
 
     def find_changed_buffers(self, before: Sequence[torch.Tensor]) -> list[int]:
-        """Return the indices of buffers that a forward has changed, on this rank or another along the batch axis."""
+        """Return the indices of buffers that a forward has changed, on this rank or another along the batch axes."""
         now = [self._local_tensor(index) for index in self.buffer_indices]
         changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
         if self.averages_gradients and changed:
             flags = torch.tensor(changed, dtype=torch.uint8, device=self.mesh.device_type)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(self.axis))
+            for axis in self.axes:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
             changed = flags.tolist()
         return [index for index, is_changed in zip(self.buffer_indices, changed, strict=True) if is_changed]
 
@@ -145,6 +150,10 @@ class ResidentModule:
             "local": self.runs_locally,
             "text": repr(self.module),
             "numbers": self.rng_state_after,
+            "device": self.mesh.device_type,
+            "block_names": building.block_names(self.module),
+            "cut": self.cut,
+            "unchecked": [check.name for check in self.checks],
             "blocks": sum(isinstance(submodule, FSDPModule) for submodule in self.module.modules()) - 1,
         }
 
@@ -160,7 +169,7 @@ class ResidentModule:
                 submodule.reshard()
         # DDP checks requires_grad only in its constructor.
         if isinstance(self.module, DistributedDataParallel) and indices:
-            self.module = building.wrap_ddp(self.module.module, self.mesh, self.axis, self.options)
+            self.module = building.wrap_ddp(self.module.module, self.mesh, self.axes[0], self.options)
 
     @contextlib.contextmanager
     def clean_up_on_error(self) -> Iterator[None]:
@@ -184,11 +193,24 @@ class ResidentModule:
                 ) from error
             raise
 
-    def placements_on_axis(self, placement: Placement) -> list[Placement]:
-        """Return the placements with this one on the batch axis and Replicate on every other."""
-        placements: list[Placement] = [Replicate()] * self.mesh.ndim
-        placements[self.axis] = placement
-        return placements
+    @property
+    def shard_index(self) -> int:
+        """Which rows of a batch this rank has, of `num_shards` parts."""
+        index = 0
+        for axis in self.axes:
+            index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return index
+
+    def placements_on_axes(self, placement: Placement) -> list[Placement]:
+        """Return the placements with this one on the batch axes and Replicate on every other."""
+        return [placement if axis in self.axes else Replicate() for axis in range(self.mesh.ndim)]
+
+    def is_cut_into_rows(self, placements: Sequence[Placement]) -> bool:
+        return any(placements[axis].is_shard() for axis in self.axes)
+
+    def axes_text(self) -> str:
+        """Return `dp=2`, or `node=2 x gpu=4` (8)."""
+        return " x ".join(f"{self.mesh.mesh_dim_names[axis]}={self.mesh.size(axis)}" for axis in self.axes)
 
 
 RESIDENT_MODULES: weakref.WeakValueDictionary[str, ResidentModule] = weakref.WeakValueDictionary()
@@ -200,27 +222,27 @@ def build_resident(
     strategy: Any,
     dtype: str | None,
     mesh: Any,
-    axis: str,
+    batch_axes: Sequence[str],
     rng_state: Any,
     options: Mapping[str, Any],
     modes: torch_modes.Modes,
 ) -> ResidentModule:
     """Build the module here; it exists as long as the controller retains the returned object."""
     kind = None if dtype is None else getattr(torch, dtype)
-    recipe = building.without_data(source), strategy, dtype, axis, rng_state, options, modes
+    recipe = building.without_data(source), strategy, dtype, batch_axes, rng_state, options, modes
     with torch_modes.apply_modes(modes):
-        module = building.build(source, strategy, kind, mesh, axis, rng_state, options)
-    resident = RESIDENT_MODULES[key] = ResidentModule(key, module, mesh, axis, kind, options)
+        built = building.build(source, strategy, kind, mesh, rng_state, options)
+    resident = RESIDENT_MODULES[key] = ResidentModule(key, built, strategy, mesh, batch_axes, kind, options)
     resident.recipe = recipe
     return resident
 
 
 def rebuild_resident(key: str, recipe: tuple[Any, ...], mesh: Any) -> ResidentModule:
     """Build the module that other ranks have by this recipe. Values of a module that was given as one are not set."""
-    source, strategy, dtype, axis, rng_state, options, modes = recipe
+    source, strategy, dtype, batch_axes, rng_state, options, modes = recipe
     if isinstance(source, nn.Module):
         source.to_empty(device="cpu")
-    return build_resident(key, source, strategy, dtype, mesh, axis, rng_state, options, modes)
+    return build_resident(key, source, strategy, dtype, mesh, batch_axes, rng_state, options, modes)
 
 
 def find_resident(key: str) -> ResidentModule:

@@ -6,10 +6,10 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from meshbook.errors import PlacementError
 from meshbook.rank.tensors import dtensor_patches
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage, find_function
 
@@ -25,6 +25,7 @@ class CompiledTemplate:
     __slots__ = (
         "_call",
         "_new_outputs",
+        "_placements",
         "communicates",
         "default_dtype",
         "is_view",
@@ -50,6 +51,7 @@ class CompiledTemplate:
         self._new_outputs = [index for index, output in enumerate(message.outputs) if output == -1]
         self.num_new = len(self._new_outputs)
         self.returns_one = message.returns == "one" and self.num_new == 1
+        self._placements: tuple[Any, ...] | None = message.placements  # None: not to be checked, or checked
 
         def fill_placeholder(leaf: Any) -> Any:
             if leaf is MESH:
@@ -65,16 +67,41 @@ class CompiledTemplate:
     def run(self, ins: list[Any], floats: Sequence[float]) -> Any:
         """Run one operation of this kind; return what its function returns."""
         result = self._call(ins, floats)
+        if self._placements is not None:
+            self._check_placements(result)
         if self.returns_one and result.__class__ is DTensor:
             meta = result._spec.tensor_meta
             if meta is not None and meta.dtype is not result._local_tensor.dtype:
                 return dtensor_patches.with_actual_dtype(result)
         return result
 
+    def _check_placements(self, result: Any) -> None:
+        """Check the first results of this kind against the controller's plan: later operations are planned by it.
+
+        Raises:
+            PlacementError: they are placed otherwise.
+        """
+        planned, self._placements = self._placements, None
+        tensors = [result] if self.returns_one else [result[index] for index in self._new_outputs]
+        for number, (tensor, expected) in enumerate(zip(tensors, planned or (), strict=True)):
+            actual = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+            if tensor is not None and actual != expected:  # None: a gradient that its mask does not ask for
+                self._placements = planned  # each operation of this kind fails
+                raise PlacementError(
+                    f"{display_name(self.name)}: result {number} is placed {_format_placements(actual)} here, and "
+                    f"{_format_placements(expected)} was planned in the notebook: torch differs there, or this is an "
+                    "error of Meshbook's; bring the operands to placements that leave no choice: "
+                    "x.redistribute([Replicate(), ...])"
+                )
+
     def store(self, result: Any, ids: Sequence[int], values: MutableMapping[int, Any]) -> None:
         """Store the new tensors of a result that is several."""
         for id, index in zip(ids, self._new_outputs, strict=True):
             values[id] = result[index]
+
+
+def _format_placements(placements: Sequence[Any] | None) -> str:
+    return "per rank" if placements is None else f"({', '.join(map(str, placements))})"
 
 
 def _find_or_defer(name: str) -> Callable[..., Any]:
@@ -138,9 +165,9 @@ def _with_seed(call: _Caller) -> _Caller:
     """Return the caller wrapped so that the last float seeds it; shards draw different numbers, replicas the same."""
 
     def call_seeded(ins: list[Any], numbers: Sequence[float]) -> Any:
-        tracker, seed = dtensor_random._rng_tracker, int(numbers[-1])
+        tracker, seed = dtensor_patches.RNG_TRACKER, int(numbers[-1])
         first = next((tensor for tensor in ins if isinstance(tensor, DTensor)), None)
-        if isinstance(tracker, dtensor_patches.ShardedRNGTracker) and first is not None:
+        if first is not None:
             tracker.seed = seed
             try:
                 # Seed here, as DTensor calls the tracker for some operations only.

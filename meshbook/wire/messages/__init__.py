@@ -8,8 +8,9 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
-`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints` and `preemption` all about these;
-`payloads`, `output` and `mesh` have what they are made of. This module says which role may send which message to which.
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints`, `debugging`, `differences`,
+`exits`, `logs` and `preemption` all about these; `payloads`, `output` and `mesh` have what they are made of. This
+module says which role may send which message to which.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from __future__ import annotations
 from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.checkpoints import *
 from meshbook.wire.messages.commands import *
+from meshbook.wire.messages.debugging import *
+from meshbook.wire.messages.differences import *
+from meshbook.wire.messages.exits import *
 from meshbook.wire.messages.host_commands import *
+from meshbook.wire.messages.logs import *
 from meshbook.wire.messages.mesh import *
 from meshbook.wire.messages.mesh_status import *
 from meshbook.wire.messages.monitoring import *
@@ -39,21 +44,34 @@ ClientCommand = (
     | DeleteNames
     | SaveCheckpoint
     | RestoreCheckpoint
+    | DescribeState
+    | CompareTensors
+    | SetSentinel
+    | QuerySentinel
     | Complete
     | Inspect
     | PreviewNames
     | OpenActors
+    | CheckExits
     | Release
     | Interrupt
     | InputReply
+    | StopInDebugger
+    | LeaveDebugger
+    | OpenDebugPort
     | KillRanks
+    | KeepSpares
     | HealMesh
     | PlanPreemption
     | ResizeMesh
     | QueryStatus
+    | QueryHosts
     | QueryLogs
+    | SearchLogs
+    | EndLogSearch
     | QueryHistory
     | QueryOutput
+    | QueryNewOutput
     | QueryUnattended
     | FollowCall
     | AcknowledgeCells
@@ -66,8 +84,15 @@ ClientCommand = (
 )
 HostCommand = (
     StartRanks
+    | PrepareSpares
+    | KeepAlive
+    | StagedCommand
+    | BeginStaged
+    | FetchChunk
+    | BufferChunk
     | LeaveMesh
     | FindSharded
+    | MoveShards
     | FormGroups
     | ReplayCells
     | ShareState
@@ -79,20 +104,32 @@ HostCommand = (
     | DeleteNames
     | SaveCheckpoint
     | RestoreCheckpoint
+    | DescribeState
+    | CompareTensors
+    | SetSentinel
+    | QuerySentinel
     | Complete
     | Inspect
     | PreviewNames
     | OpenActors
+    | CheckExits
+    | ExitsChecked
     | Release
     | Interrupt
     | InputReply
+    | StopInDebugger
+    | LeaveDebugger
+    | OpenDebugPort
     | KillRanks
     | QueryLogs
+    | SearchLogs
+    | EndLogSearch
     | AbortCollectives
     | QueryPositions
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpoint
     | WriteCheckpointMetadata
     | DropCheckpoint
     | EndCall
@@ -106,6 +143,7 @@ HostCommand = (
 RankCommand = (
     FormGroups
     | FindSharded
+    | MoveShards
     | ReplayCells
     | ShareState
     | RunCell
@@ -116,17 +154,26 @@ RankCommand = (
     | DeleteNames
     | SaveCheckpoint
     | RestoreCheckpoint
+    | DescribeState
+    | CompareTensors
+    | SetSentinel
+    | QuerySentinel
     | Complete
     | Inspect
     | PreviewNames
     | OpenActors
+    | ExitsChecked
     | Release
     | InputReply
+    | StopInDebugger
+    | LeaveDebugger
+    | OpenDebugPort
     | AbortCollectives
     | QueryPositions
     | HoldCollectives
     | ResumeCollectives
     | RanksLeft
+    | WriteCheckpoint
     | WriteCheckpointMetadata
     | DropCheckpoint
     | QueryPreemptionPoint
@@ -148,26 +195,33 @@ RankReport = (
     | RankSnapshotReply
     | CheckpointWritten
     | RankTerminating
+    | TransportFailed
 )
 HostReport = (
     HostReady
     | HostFailed
+    | HostAlive
+    | ValuesArrived
+    | FetchChunk
+    | BufferChunk
     | HostHeartbeat
     | RankExited
-    | RanksExited
     | CallOutput
     | CallFinished
     | CallProgressed
     | RanksStuck
     | InputRequest
     | CommandReply
+    | LogsFound
     | SegmentsReleased
     | SnapshotReply
     | CheckpointWritten
     | TerminationRequested
+    | TransportFailed
 )
 SupervisorReport = (
     Welcome
+    | MeshQueued
     | MeshReady
     | MeshHealed
     | MeshChanged
@@ -177,6 +231,7 @@ SupervisorReport = (
     | RanksStuck
     | InputRequest
     | CommandReply
+    | LogsFound
     | Refused
     | SegmentsReleased
     | SnapshotReply
@@ -184,6 +239,7 @@ SupervisorReport = (
     | CheckpointCommitted
     | CheckpointDiscarded
     | MeshPreempted
+    | DebuggedCallEnded
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
@@ -193,6 +249,7 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 MAIN_THREAD_COMMANDS = (
     FormGroups,
     FindSharded,
+    MoveShards,
     ReplayCells,
     ShareState,
     RunCell,
@@ -203,6 +260,9 @@ MAIN_THREAD_COMMANDS = (
     DeleteNames,
     SaveCheckpoint,
     RestoreCheckpoint,
+    DescribeState,
+    CompareTensors,
+    SetSentinel,
     RollBack,
 )
-QUERIES = (Complete, Inspect, PreviewNames, OpenActors)
+QUERIES = (Complete, Inspect, PreviewNames, OpenActors, CheckExits, QuerySentinel, StopInDebugger, OpenDebugPort)

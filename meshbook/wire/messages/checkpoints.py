@@ -80,6 +80,13 @@ class RestoreCheckpoint(Message):
 # Commands: supervisor -> host -> rank's service thread
 
 
+class WriteCheckpoint(Message):
+    """All ranks have copied their state: write the files, and report them with `CheckpointWritten`."""
+
+    ranks: Ranks
+    save: CallId
+
+
 class WriteCheckpointMetadata(Message):
     """To one rank: every rank has written its files; write `.metadata`, and report it with `CheckpointWritten`."""
 

@@ -17,7 +17,7 @@ class Hello(Message):
 
     token: str
     client: str  # the client's random id, the same on its two sockets
-    kind: str  # "kernel", "script", "marimo", "cli"
+    kind: str  # "kernel", "script", "marimo", "cli"; an agent's or a web client's with its name, "mcp:claude-code"
     pid: int
     channel: Literal["send", "receive"]  # a client sends on one socket and receives on the other
     observer: bool = False  # observes only; its presence does not keep the mesh alive
@@ -40,10 +40,13 @@ class RunCell(Message):
     label: str = ""  # the user's name for this call: "cell 7"
     store_history: bool = True
     silent: bool = False  # no output, no value
-    allow_input: bool = False  # input() may prompt the client
+    allow_input: bool = False  # input() and the debugger may prompt the client
     setup: bool = False  # stored, and run again on ranks that join
     inline_limit: int = 0  # the outcome includes the value if it pickles to at most this many bytes
     fold: Folding = "numbers"
+    stop_first: bool = False  # the debugger stops at its first line
+    chosen_at: int | None = None  # `MeshInfo.num_rank_changes` when all ranks were chosen; None: these were asked for
+    record_bytes: int = 0  # keep what a replay of it needs, up to this many bytes per rank; 0: do not
 
 
 class CallFunction(Message):
@@ -56,6 +59,9 @@ class CallFunction(Message):
     inline_limit: int = 1 << 20
     retain: bool = True  # store a result above the limit under a ref
     always_retain: bool = False  # store under a ref even if it is small: for handles
+    allow_input: bool = False  # input() and the debugger may prompt the client
+    chosen_at: int | None = None  # see `RunCell`
+    record_bytes: int = 0  # see `RunCell`
 
 
 class Evaluate(Message):
@@ -77,6 +83,7 @@ class SetNames(Message):
     names: tuple[str, ...]
     payload: Payload  # of the tuple of values, in the order of `names`; with `per_rank`, of {rank: tuple}
     per_rank: bool = False
+    chosen_at: int | None = None  # see `RunCell`
 
 
 class DeleteNames(Message):
@@ -146,6 +153,13 @@ class KillRanks(Message):
     signal: int = 9
 
 
+class KeepSpares(Message):
+    """Keep processes ready on each host that ranks of `HealMesh` and `ResizeMesh` can be; 0 ends them."""
+
+    call: CallId
+    num: int
+
+
 class HealMesh(Message):
     """Start new processes in the place of ranks that have exited; the others keep all they have."""
 
@@ -162,6 +176,10 @@ class ResizeMesh(Message):
 
 
 class QueryStatus(Message):
+    call: CallId
+
+
+class QueryHosts(Message):
     call: CallId
 
 
@@ -182,6 +200,15 @@ class QueryOutput(Message):
 
     call: CallId
     number: int
+
+
+class QueryNewOutput(Message):
+    """Request what is kept of cells' output after a place in the output of all of them (`KeptItem.place`)."""
+
+    call: CallId
+    since: int | None = None  # the oldest items after this place; None: the newest items
+    target: CallId | None = None  # of this cell, with its end; None: of all cells
+    max_items: int = 1000
 
 
 class QueryUnattended(Message):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.mesh import MeshSpec, RankPosition
-from meshbook.wire.messages.payloads import Message
+from meshbook.wire.messages.payloads import Message, SharedBuffer
 
 # Commands: supervisor -> host -> rank, beside those that are forwarded
 
@@ -19,6 +21,58 @@ class StartRanks(Message):
     ranks: Ranks
     world_size: int
     host_ranks: Ranks  # all ranks of this host, these among them
+    incarnations: tuple[int, ...] = ()  # how many processes each of `ranks` had before, on any host; (): none
+
+
+class PrepareSpares(Message):
+    """To a host: have this number of processes ready that ranks can be; `StartRanks` takes them first.
+
+    One that was taken is not replaced before this comes again.
+    """
+
+    spec: MeshSpec
+    num: int
+    host_ranks: Ranks  # all ranks of this host
+
+
+class KeepAlive(Message):
+    """To a host on another machine, every second; answered by `HostAlive`."""
+
+    sent_at: float  # of the supervisor's clock; sent back
+    lease_s: float  # a host that hears nothing for so long ends its ranks
+
+
+class StagedCommand(Message):
+    """To hosts on several machines: queue a command that has values of one machine, and wait for `BeginStaged`."""
+
+    body: bytes  # the command, encoded
+    fetch: bool  # the values are on another machine: fetch them, and report `ValuesArrived`
+
+
+class BeginStaged(Message):
+    """To hosts: the values of a command are on all machines, or will not be."""
+
+    call: CallId
+    error: str = ""  # why they will not be: no rank runs it
+
+
+class FetchChunk(Message):
+    """To the machine of a buffer, up or down: send a piece of it. The reply is `BufferChunk`."""
+
+    transfer: str  # the asking side's name for it
+    index: int  # of the piece, in this transfer
+    buffer: SharedBuffer
+    offset: int  # in the buffer
+    nbytes: int
+
+
+class BufferChunk(Message):
+    """A piece of a buffer of another machine."""
+
+    transfer: str
+    index: int
+    data: bytes = b""
+    error: str = ""  # why it cannot be had
 
 
 class LeaveMesh(Message):
@@ -32,14 +86,34 @@ class LeaveMesh(Message):
 
 
 class FindSharded(Message):
-    """To all ranks: which of the user's names hold parts of something (DTensors) that other ranks hold the rest of?
+    """To all ranks: which of the user's names hold DTensors, of which other ranks hold other parts?
 
-    The reply is `{"sharded": [names], "stale": [names]}`; stale are those of `size_dependent` with a plain value.
+    The reply is `{"sharded": [names], "problems": {name: why it cannot be cut for the new axes}, "needs_leaving":
+    whether ranks that leave hold what no other does, "catalog": digest of what was found, "stale": [names]}`; stale are
+    those of `size_dependent` with a plain value.
     """
 
     call: CallId
     ranks: Ranks
+    axes: dict[str, int]  # that the mesh is to have
+    setup_names: tuple[str, ...] | None = None  # names that setup cells bind, if ranks join; None: none do
     size_dependent: tuple[str, ...] = ()  # names that cells compute from the number of ranks
+
+
+class MoveShards(Message):
+    """To ranks, while the mesh is resized: have parts of DTensors go to the ranks that are to hold them.
+
+    "give", before ranks leave: those that stay get their parts from all. "move", among the ranks of the new axes: each
+    gets what it lacks. "commit", when all have ended that well: the tensors have what was moved. The reply to the first
+    two is `{"lost": [names of which parts are gone], "num_bytes": received}`.
+    """
+
+    call: CallId
+    ranks: Ranks
+    step: Literal["give", "move", "commit"]
+    axes: dict[str, int]  # that the mesh has afterwards
+    world_size: int
+    new_ranks: Ranks = ()  # hold nothing yet
 
 
 class FormGroups(Message):
@@ -84,6 +158,7 @@ class ShareState(Message):
     ranks: Ranks
     new_ranks: Ranks
     rank_dependent: tuple[str, ...] = ()  # names that cells compute from the rank: `is_main = rank == 0`
+    with_shards: bool = True  # False: DTensors are sent without their contents, which `MoveShards` brings
 
 
 class AbortCollectives(Message):

@@ -14,6 +14,7 @@ class MeshSpec(Struct, frozen=True, gc=False):
 
     axes: dict[str, int]  # in order; the product is world_size
     engine: str = "local"
+    on: str = ""  # the engine's machines: "ssh://gpu1,gpu2"
     num_hosts: int = 1
     start_method: Literal["fork", "fresh"] = "fork"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -21,10 +22,51 @@ class MeshSpec(Struct, frozen=True, gc=False):
     torch: bool = True  # False: light ranks, without torch
     env: dict[str, str] = {}
     cwd: str | None = None
+    argv: tuple[str, ...] = ()  # sys.argv on ranks, the script's path first; (): [""], as in an interactive Python
     sys_path: tuple[str, ...] = ()  # entries of the controller's sys.path beyond the interpreter's own
     group_timeout_s: float = 1800.0
     threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
     end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
+    log_bytes: int = 256 << 20  # of output that each host keeps on its disk
+
+
+class GpuFacts(Struct, frozen=True, gc=False):
+    """A GPU of a machine."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+class MachineFacts(Struct, frozen=True, gc=False):
+    """What a machine says of itself before ranks start on it."""
+
+    machine: str  # an id: two hosts with the same one share memory and processes
+    hostname: str
+    address: str  # by which other machines reach it, "10.0.0.7"
+    executable: str
+    meshbook: str  # versions
+    python: str
+    torch: str | None  # None: not installed
+    nccl: str | None
+    driver: str | None  # of NVIDIA's GPUs
+    num_cpus: int  # that a process may use
+    free_memory_bytes: int
+    wall_time: float
+    gpus: tuple[GpuFacts, ...] = ()
+
+
+class HostInfo(Struct, frozen=True, gc=False):
+    """The supervisor's view of a host."""
+
+    host: int
+    name: str  # as the engine names its machine
+    state: Literal["starting", "ready", "silent", "lost"]
+    ranks: Ranks
+    facts: MachineFacts | None = None
+    latency_s: float | None = None  # of the last message there and back
+    silent_s: float = 0.0  # since when nothing was heard of it
+    reason: str = ""  # why it is lost
 
 
 class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -74,6 +116,21 @@ class RankInfo(Struct, frozen=True, gc=False):
     peak_rss_bytes: int | None = None
     exit: str | None = None  # "killed by SIGKILL", "exited with 3"
     incarnation: int = 0  # how many processes it had before this one
+    problem: str | None = None  # why a living rank is of little use: "its CUDA context is dead (…)"
+
+
+class SpareInfo(Struct, frozen=True, gc=False):
+    """A process that waits to become a rank."""
+
+    host: int
+    hostname: str
+    pid: int | None  # None: it is being started
+    state: Literal["starting", "importing", "ready"]
+    num_modules: int = 0  # that it has imported
+    import_s: float = 0.0  # seconds that took
+    private_bytes: int = 0  # of memory that it shares with nobody
+    left_out: tuple[tuple[str, str], ...] = ()  # packages and modules that only a rank imports, and why
+    former: str = ""  # how the one before it ended: "was killed by SIGKILL"; "": there was none, or it is a rank
 
 
 class MeshInfo(Struct, frozen=True, gc=False):
@@ -90,3 +147,5 @@ class MeshInfo(Struct, frozen=True, gc=False):
     names: tuple[str, ...]  # bound on the ranks by cells, in order of appearance
     backend: str | None = None  # "gloo", "nccl"
     cells_run: int = 0
+    num_rank_changes: int = 0  # how often ranks were replaced, or their number changed
+    spares: tuple[SpareInfo, ...] = ()

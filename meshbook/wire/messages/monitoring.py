@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.mesh import RankInfo
+from meshbook.wire.messages.mesh import RankInfo, SpareInfo
 from meshbook.wire.messages.payloads import Frame, Message
 from meshbook.wire.messages.reports import RankExited
 
@@ -123,7 +123,7 @@ class RankHeartbeat(Message):
     peak_rss_bytes: int
     released_segments: tuple[str, ...] = ()  # shared segments of other processes that this rank no longer maps
     metrics: RankMetrics | None = None  # None: the probes are switched off
-    num_outputs: int = 0  # pieces of output that the rank had sent before this heartbeat
+    modules: tuple[str, ...] = ()  # that it has imported since the last one, in order
 
 
 class HostHeartbeat(Message):
@@ -132,6 +132,7 @@ class HostHeartbeat(Message):
     host: int
     ranks: tuple[RankInfo, ...]
     metrics: tuple[RankMetrics, ...] = ()  # of the ranks that sent a heartbeat since the last one
+    spares: tuple[SpareInfo, ...] = ()
 
 
 class ProcessStatus(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -200,6 +201,8 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     endpoints: tuple[ActiveEndpoint, ...] = ()  # that its actors are running
     exited: RankExited | None = None
     problem: str | None = None  # why there are no stacks, and what would help
+    starved_s: float = 0.0  # for so long one of its threads waited for a processor, ...
+    looked_s: float = 0.0  # ... of so many seconds; 0: not known, as of a rank that has answered
 
 
 class TakeSnapshots(Message):

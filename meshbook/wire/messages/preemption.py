@@ -15,6 +15,7 @@ class PlanPreemption(Message):
     path: str  # absolute, as in SaveCheckpoint; "": nothing is saved
     names: tuple[str, ...]
     grace_s: float  # from the SIGTERM until ranks must have ended
+    resize: bool = False  # if the highest ranks are to end, the mesh goes on without them, instead of a save
 
 
 # Commands: supervisor -> host -> rank
@@ -43,12 +44,15 @@ class SetPreemptionPoint(Message):
 class RollBack(Message):
     """To all ranks: load the last snapshot of the elastic loop that one of these calls has left in the middle.
 
+    No calls: of any loop that was cut off, and has one of these names in its state.
+
     The reply is `{"names": [names that were loaded], "step": number}`; no names: there is no such snapshot.
     """
 
     call: CallId
     ranks: Ranks
     about_calls: tuple[CallId, ...]
+    names: tuple[str, ...] = ()
 
 
 class EndRanks(Message):

@@ -10,7 +10,7 @@ from msgspec import Struct
 from meshbook.errors import describe_exit
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.checkpoints import SavedFolder
-from meshbook.wire.messages.mesh import MeshInfo
+from meshbook.wire.messages.mesh import HostInfo, MachineFacts, MeshInfo
 from meshbook.wire.messages.output import FoldedItem, Outcome, OutcomeGroup, OutputItem
 from meshbook.wire.messages.payloads import Message
 
@@ -68,13 +68,22 @@ class RankReply(Message):
     content: Any
 
 
+class DebuggerStop(Struct, frozen=True, gc=False):
+    """The debugger has stopped a rank, and waits for a command."""
+
+    place: str  # of the frame that commands look at: "cell 12, line 40 in train"
+    text: str  # what the last command printed, and where the rank has stopped since
+    has_breakpoints: bool = False  # a rank that goes on may stop again
+
+
 class RankInputRequest(Message):
-    """input() or getpass() on a rank waits for text."""
+    """input() or getpass() on a rank waits for text; or its debugger for a command."""
 
     rank: int
     call: CallId
     prompt: str
     password: bool = False
+    stop: DebuggerStop | None = None
 
 
 class RankExited(Message):
@@ -96,22 +105,30 @@ class RankExited(Message):
         return self.cause or describe_exit(self.signal, self.exit_code)
 
 
-class RanksExited(Message):
-    """Several ranks have exited at once. One report, so that nobody takes some of them to be alive."""
-
-    exits: tuple[RankExited, ...]
-
-
 class HostReady(Message):
     host: int
     hostname: str
     pid: int
     token: str = ""
+    facts: MachineFacts | None = None  # of another machine than the supervisor's
 
 
 class HostFailed(Message):
     host: int
     reason: str
+
+
+class HostAlive(Message):
+    """The reply to `KeepAlive`."""
+
+    sent_at: float
+
+
+class ValuesArrived(Message):
+    """The values of a `StagedCommand` are on this host's machine, or cannot be had."""
+
+    call: CallId
+    error: str = ""
 
 
 class SegmentsReleased(Message):
@@ -164,10 +181,14 @@ class InputRequest(Message):
     rank: int
     prompt: str
     password: bool
+    stop: DebuggerStop | None = None
 
 
 class CommandReply(Message):
-    """The reply to a command that ranks do not handle: status, logs, history, output, stop."""
+    """The reply to a command that ranks do not handle: status, logs, history, output, stop.
+
+    In the reply to `QueryStatus`, `open_calls` are the cells and functions that run, oldest first.
+    """
 
     call: CallId
     info: MeshInfo | None = None
@@ -175,6 +196,8 @@ class CommandReply(Message):
     history: tuple[HistoryEntry, ...] = ()
     kept: tuple[KeptCell, ...] = ()
     open_calls: tuple[OpenCall, ...] = ()
+    hosts: tuple[HostInfo, ...] = ()
+    output: NewOutput | None = None
 
 
 class Refused(Message):
@@ -190,6 +213,13 @@ class Welcome(Message):
     open_calls: tuple[OpenCall, ...] = ()
 
 
+class MeshQueued(Message):
+    """A mesh that is to start waits for its machines in the queue of their launcher."""
+
+    call: CallId
+    state: str  # what the queue says: "Slurm: job 7 is PENDING (Priority)"; "": the machines are there
+
+
 class MeshReady(Message):
     call: CallId
     info: MeshInfo
@@ -202,6 +232,8 @@ class ResizeChanges(Struct, frozen=True, gc=False):
     before: dict[str, int]  # axes
     left: Ranks = ()  # ranks that are no more
     stale: tuple[str, ...] = ()  # names with plain values that cells have computed from the former number of ranks
+    moved: tuple[str, ...] = ()  # names of DTensors that were cut anew, and of what is made of them
+    num_bytes: int = 0  # that went from rank to rank for it
 
 
 class MeshHealed(Message):
@@ -256,6 +288,7 @@ class HistoryEntry(Struct, frozen=True, gc=False):
     whole_mesh: bool = False  # it ran on all ranks that the mesh had then
     call: CallId = CallId("")
     num_lines: int | None = None  # that it printed; None: nothing of it is kept, or there was nothing to keep
+    by: str = ""  # the kind of the client that ran it (`Hello.kind`)
 
 
 class KeptCell(Struct, frozen=True, gc=False):
@@ -264,3 +297,22 @@ class KeptCell(Struct, frozen=True, gc=False):
     entry: HistoryEntry
     items: tuple[FoldedItem, ...]
     finished: CallFinished | None  # without items; None: it still runs
+
+
+class KeptItem(Struct, array_like=True, frozen=True, gc=False):
+    """A piece of a cell's output, and its place in the output of all cells of the mesh, which only grows."""
+
+    place: int  # from 1; 0: the present state of a line that is still being written, such as a progress bar
+    call: CallId
+    at: float  # wall clock
+    item: FoldedItem
+
+
+class NewOutput(Struct, frozen=True, gc=False):
+    """The reply to QueryNewOutput."""
+
+    items: tuple[KeptItem, ...]
+    # Those that the items are of, or the one that was asked for; `items` has the notice of what is no longer kept.
+    cells: tuple[KeptCell, ...]
+    last_place: int  # of the newest item of all cells
+    num_left: int = 0  # items that follow these

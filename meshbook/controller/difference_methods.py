@@ -1,0 +1,73 @@
+"""The methods of `Mesh` that say what ranks hold differently."""
+
+from __future__ import annotations
+
+from meshbook.controller import comparing, sentinels
+from meshbook.controller.checkpoint_methods import CheckpointMethods
+from meshbook.controller.differences import Differences
+from meshbook.controller.sentinels import NumberReport
+
+
+class DifferenceMethods(CheckpointMethods):
+    """Compares what ranks hold; a part of `Mesh`."""
+
+    def same(self, *names: str, over: str | None = None) -> Differences:
+        """Compare what replicas must hold equally: models, optimizers, tensors, values. Blocks; after running cells.
+
+            mesh.same("model", "opt")
+            assert mesh.same("model.layers.3")
+
+        Replicas are the ranks that a DTensor's placements (FSDP2, tensor parallelism) or DDP's process group say, else
+        all that have the name. Ranks compare digests first, bit for bit, and send only tensors that differ: at most 64.
+
+        Args:
+            names: on the ranks, or paths from them: "model", "model.layers.3".
+            over: an axis: only ranks along it are compared with each other.
+
+        Returns:
+            Differences: true if nothing differs; `.differences`, `.text`; it displays itself in a notebook.
+
+        Raises:
+            MeshNameError: no rank has a name.
+            MeshShapeError: there is no such axis.
+            CellError: what is behind a name cannot be read.
+        """
+        return comparing.same(self._session, self._axes, names, over=over)
+
+    def diff(self, first: int, second: int, /, *names: str) -> Differences:
+        """Compare two ranks, name by name, whatever the placements: `mesh.diff(2, 6, "model")`. Blocks.
+
+        Returns:
+            Differences: as of `same`.
+
+        Raises:
+            MeshNameError: neither rank has a name.
+            MeshShapeError: a rank is not in this mesh.
+            RankLost: one of them is gone.
+            CellError: as `same`.
+        """
+        return comparing.diff(self._session, self._axes, first, second, names)
+
+    def nan(self, on: bool | None = None) -> NumberReport:
+        """Switch the sentinel for numbers that are not finite on or off, and return what it has found. Blocks.
+
+            mesh.nan(True)
+
+        While it is on, the first NaN or infinity in a training step is reported under the cell: step, rank, module,
+        operation, line, the largest input, and which ranks it reached by which collective. So is a gradient that
+        explodes: three updates with ten times its usual norm. Switching it on begins anew. docs/debugging.md says what
+        it costs.
+
+        Args:
+            on: None leaves it as it is, and answers also while a cell runs.
+
+        Returns:
+            NumberReport: true if all ranks have answered, and nothing was found; `.findings`, `.text`; it displays
+                itself in a notebook.
+
+        Raises:
+            RankLost: no rank of this view is left.
+        """
+        if on is not None:
+            sentinels.switch(self._session, self.ranks, on=on)
+        return sentinels.report(self._session, self.ranks)

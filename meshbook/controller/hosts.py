@@ -1,0 +1,92 @@
+"""The machines of a mesh, and of a cluster on which none runs yet, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshbook.controller.session import Session
+from meshbook.controller.tables import Table, format_bytes
+from meshbook.ids import format_ranks
+from meshbook.wire import messages
+from meshbook.wire.messages import HostInfo, MachineFacts
+
+
+@dataclass(frozen=True, repr=False)
+class Hosts(Sequence[HostInfo]):
+    """The machines of a mesh, in the order of their ranks. Displays itself as a table."""
+
+    table: Table
+    infos: tuple[HostInfo, ...]
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self.infos[index]
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def __iter__(self) -> Iterator[HostInfo]:
+        return iter(self.infos)
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def fetch_hosts(session: Session) -> Hosts:
+    """Ask the supervisor for the mesh's machines. Raises MeshTimeout."""
+    command = messages.QueryHosts(call=session.connection.next_call_id())
+    infos = session.call_supervisor(command, 5.0).hosts
+    return Hosts(hosts_table(session.name, infos), infos)
+
+
+def hosts_table(mesh: str, infos: Sequence[HostInfo]) -> Table:
+    """Return a row for each machine."""
+    lost = [info for info in infos if info.state == "lost"]
+    notes = [
+        f"Host {info.host}, {info.name}, {info.reason}; %mesh heal starts it again, when it is back." for info in lost
+    ]
+    rows = tuple(
+        (
+            info.name,
+            f"silent for {info.silent_s:.0f} s" if info.state == "silent" else info.state,
+            format_ranks(info.ranks),
+            *facts_cells(info.facts),
+            "" if info.latency_s is None else f"{info.latency_s * 1000:.1f} ms",
+        )
+        for info in infos
+    )
+    number = f"{len(infos)} machine{'' if len(infos) == 1 else 's'}"
+    columns = ("machine", "state", "ranks", *FACTS_COLUMNS, "latency")
+    return Table(f"Mesh {mesh}: {number}.", columns, rows, tuple(notes))
+
+
+FACTS_COLUMNS = ("GPUs", "cores", "free memory", "Python", "torch", "NCCL", "driver", "Meshbook")
+
+
+def facts_cells(facts: MachineFacts | None) -> tuple[str, ...]:
+    """Return what a machine says of itself, in the order of `FACTS_COLUMNS`."""
+    if facts is None:
+        return ("",) * len(FACTS_COLUMNS)
+    return (
+        _describe_gpus(facts),
+        str(facts.num_cpus),
+        format_bytes(facts.free_memory_bytes),
+        facts.python,
+        facts.torch or "none",
+        facts.nccl or "",
+        facts.driver or "",
+        facts.meshbook,
+    )
+
+
+def _describe_gpus(facts: MachineFacts) -> str:
+    if not facts.gpus:
+        return ""
+    names = {gpu.name for gpu in facts.gpus}
+    free = format_bytes(min(gpu.free_bytes for gpu in facts.gpus))
+    return f"{len(facts.gpus)} {' and '.join(sorted(names))}, at least {free} free on each"

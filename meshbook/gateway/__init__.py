@@ -1,0 +1,1 @@
+"""Meshes for agents and for web programs: `meshbook mcp` and `meshbook serve`, on one table of operations."""

@@ -1,0 +1,93 @@
+"""A host's part in values between machines: it fetches those of commands, and lets others fetch those of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshbook.host.instructions import Instructions
+from meshbook.host.ledger import HostLedger
+from meshbook.wire import codec, messages
+from meshbook.wire.buffers import SegmentPool
+from meshbook.wire.shared_buffers import find_shared
+from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunk
+
+
+class ArrivingValues:
+    """The values that this host fetches for its ranks, into segments that they read and release.
+
+    Args:
+        report: sends a report to the supervisor.
+    """
+
+    def __init__(self, ledger: HostLedger, report: Callable[[messages.HostReport], None]) -> None:
+        self._ledger, self._report = ledger, report
+        self._pool = SegmentPool()
+        self._fetcher = BufferFetcher(self._pool)
+        self._staged: dict[str, tuple[Any, Copies]] = {}  # by call: commands that may not begin yet
+
+    COMMANDS = (messages.StagedCommand, messages.BeginStaged, messages.BufferChunk, messages.FetchChunk)
+
+    def handle(self, command: messages.HostCommand, now: float) -> Instructions:
+        """Carry out one of COMMANDS."""
+        match command:
+            case messages.StagedCommand():
+                return self._stage(command, now)
+            case messages.BeginStaged():
+                return self._begin(command, now)
+            case messages.BufferChunk():
+                self._fetcher.handle(command)
+            case messages.FetchChunk():
+                self._report(serve_chunk(command))
+        return []
+
+    def take_note(self, report: messages.HostReport) -> None:
+        """Release what a rank says that it no longer reads."""
+        if isinstance(report, messages.SegmentsReleased):
+            self.released(report.rank, report.segments)
+
+    def released(self, rank: int, segments: tuple[str, ...]) -> None:
+        """Take note that a rank has released segments; those of others are ignored."""
+        for segment in segments:
+            self._pool.release(segment, reader=rank)
+
+    def remove_rank(self, rank: int) -> None:
+        """Forget a rank that has ended: it reads nothing any more."""
+        self._pool.remove_reader(rank)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _stage(self, staged: messages.StagedCommand, now: float) -> Instructions:
+        command: Any = codec.host_commands.decode_body(staged.body)
+        self._staged[command.call] = command, {}
+        todo = self._ledger.enqueue(command, staged.body, now, ready=False)
+        if staged.fetch:
+            readers = self._ledger.local(command.ranks)
+            buffers = find_shared(command)
+            self._fetcher.fetch(buffers, readers, self._report, lambda found: self._fetched(command, found))
+        return todo
+
+    def _fetched(self, command: Any, found: Copies | str) -> None:
+        if isinstance(found, str):
+            self._report(messages.ValuesArrived(call=command.call, error=found))
+            return
+        self._staged[command.call] = command, found
+        self._report(messages.ValuesArrived(call=command.call))
+        originals = tuple({buffer.segment for buffer in found})
+        for rank in self._ledger.local(command.ranks):  # nobody here reads them any more
+            self._report(messages.SegmentsReleased(rank=rank, segments=originals))
+
+    def _begin(self, begin: messages.BeginStaged, now: float) -> Instructions:
+        command, copies = self._staged.pop(begin.call, (None, {}))
+        if command is None:
+            return []
+        segments = tuple({copy.segment for copy in copies.values()})
+        if begin.error:
+            for segment in segments:
+                self._pool.release_all(segment)
+            return self._ledger.staged.fail(command, begin.error, now)
+        todo, without = self._ledger.staged.begin(command, copies, now)
+        for rank in without:
+            self.released(rank, segments)
+        return todo

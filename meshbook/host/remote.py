@@ -1,0 +1,126 @@
+"""A host on another machine: `python -m meshbook.host.remote MESH HOST`, which whoever starts it speaks to by lines.
+
+It first says what there is on this machine (`RemoteHello` on standard output), while its fork server imports torch. It
+then reads how it is to go on (`RemoteStart` on standard input) and connects to the supervisor's sockets, which are
+forwarded into its folder or listen on TCP. Standard input stays open: its end means that the starter has ended or
+cannot be reached, and then this host ends its ranks. A host that is cut off notices nothing; its lease ends it
+(`HostProcess`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from meshbook.errors import MeshbookError, MeshInUse
+from meshbook.host.facts import gather_facts, launch_address, own_address
+from meshbook.host.main import HostProcess
+from meshbook.host.rlimits import raise_fd_limit
+from meshbook.wire import folders, processes
+from meshbook.wire.remote_start import (
+    HOSTS_SOCKET,
+    STORE_SOCKET,
+    HostPlace,
+    RemoteHello,
+    RemoteStart,
+    SupervisorAddress,
+)
+
+# Seconds that the host of the same number that was here before has to end, with its ranks, after SIGKILL.
+_END_TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mesh")
+    parser.add_argument("host", type=int)
+    parser.add_argument("--light", action="store_true")  # ranks without torch
+    parser.add_argument("--facts-only", action="store_true")
+    parser.add_argument("--launched-from", default="")  # an address; "": ssh or srun says it
+    options = parser.parse_args()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and ranks would inherit that
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of standard input ends this host in order
+    raise_fd_limit()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    if options.facts_only:
+        _write_line(RemoteHello(facts=gather_facts(launch_address())))
+        _echo()
+        return
+    try:
+        folder = _claim_folder(f"{options.mesh}.h{options.host}")
+    except MeshbookError as error:
+        _write_line(RemoteHello(problem=str(error)))
+        sys.exit(1)
+    folders.lock_folder(folder)
+    try:
+        _serve(folder, options.host, options.launched_from, light=options.light)
+    finally:
+        folders.remove_folder(folder)
+    os._exit(0)
+
+
+def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
+    facts = gather_facts(launch_address(launcher))
+    _write_line(RemoteHello(facts=facts, folder=str(folder)))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads more of it, and a pipe that is full blocks
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    start = msgspec.json.decode(line, type=RemoteStart)
+    facts = msgspec.structs.replace(facts, address=own_address(start.peers, launcher))
+    there = start.supervisor or SupervisorAddress(f"ipc://{folder}/{HOSTS_SOCKET}", f"ipc://{folder}/{STORE_SOCKET}")
+    place = HostPlace(facts.address, there.store, there.server_key)
+    host = HostProcess(folder, number, start.token, place=place)
+    host.agent.warm_up(with_torch=not light)
+    stdin = sys.stdin.fileno()
+
+    def on_stdin() -> None:
+        if not os.read(stdin, 4096):
+            host.loop.unwatch(stdin)
+            host.stop("its connection to the supervisor's machine has ended")
+
+    host.loop.watch_fd(stdin, on_stdin)
+    host.run(start.identity, there.hosts, facts, server_key=there.server_key)
+
+
+def _claim_folder(name: str) -> Path:
+    """Create this host's folder. A host of the same mesh and number that is here still, from before, is ended."""
+    try:
+        return folders.claim_folder(name)
+    except MeshInUse:
+        owner = folders.read_owner(folders.runtime_folder() / name)
+        if owner is None or processes.is_on_other_host(owner):
+            raise
+        with contextlib.suppress(ProcessLookupError):
+            if processes.is_running(owner):
+                os.kill(owner.pid, signal.SIGKILL)  # its fork server and ranks end with it
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while processes.is_running(owner) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return folders.claim_folder(name)
+
+
+def _echo() -> None:
+    """Send back what arrives on standard input, for a measurement of the connection."""
+    while piece := os.read(sys.stdin.fileno(), 1 << 20):
+        view = memoryview(piece)
+        while view:
+            view = view[os.write(sys.stdout.fileno(), view) :]
+
+
+def _write_line(hello: RemoteHello) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(hello) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

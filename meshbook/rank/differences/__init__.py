@@ -1,0 +1,1 @@
+"""What ranks hold differently, and where numbers stop being finite."""

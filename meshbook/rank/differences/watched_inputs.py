@@ -1,0 +1,65 @@
+"""What this rank gave to its collectives since the last update: sums, which are read when something is wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from meshbook.rank.differences import numbers
+from meshbook.rank.differences.numbers import Place
+from meshbook.rank.process_groups.ring import Collective
+
+_MAX_INPUTS = 1024
+# Collectives whose input is the second argument; of the others it is the first.
+_INPUT_IS_SECOND = ("all_gather", "all_to_all", "reduce_scatter", "gather")
+_WITHOUT_INPUT = ("recv", "scatter", "barrier")
+
+
+class CollectiveInputs:
+    """Observes the collectives of all groups of a rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._totals)
+
+    def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+        op = collective.op
+        if op in _WITHOUT_INPUT or (op == "broadcast" and not self._is_source(collective, arguments)):
+            return
+        at = 1 if op.startswith(_INPUT_IS_SECOND) else 0
+        for tensor in numbers.tensors_in(arguments[at] if len(arguments) > at else ()):
+            part = numbers.part_here(tensor)
+            if part is not None:
+                self._totals.append((collective, numbers.total(part)))
+
+    def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+        pass
+
+    def failed(self, collective: Collective, error: BaseException) -> None:
+        pass
+
+    def first_bad(self) -> Collective | None:
+        """Return the first collective that this rank gave numbers to that are not finite. Waits for a GPU."""
+        return next((collective for collective, total in self._totals if not numbers.is_finite(total)), None)
+
+    def ops_since(self, seq: int) -> list[str]:
+        """Return the collectives that were begun with numbers of this rank's after its collective `seq`."""
+        return [collective.op for collective, _ in self._totals if collective.seq > seq]
+
+    def place_of_first_bad(self) -> Place | None:
+        bad = self.first_bad()
+        return None if bad is None or bad.line is None else (bad.line.file, bad.line.line, bad.line.function)
+
+    def clear(self) -> None:
+        self._totals.clear()
+
+    def _is_source(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
+        root = getattr(arguments[-1], "rootRank", None)
+        ranks = collective.group_ranks
+        return isinstance(root, int) and root < len(ranks) and ranks[root] == self._rank

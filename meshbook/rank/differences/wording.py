@@ -1,0 +1,79 @@
+"""How modules and findings of the sentinel are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from meshbook.ids import name_ranks
+from meshbook.rank.differences import numbers
+from meshbook.rank.process_groups.ring import Collective
+from meshbook.wire.messages import NumberFinding
+
+
+class ModuleNames:
+    """Names modules by paths from the user's names: those of the namespace, and of functions that run."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+
+    def name_module(self, module: nn.Module) -> str:
+        """Return the shortest path to a module; its class, if no name leads to it."""
+        names = [
+            f"{name}.{path}".rstrip(".")
+            for name, top in self._tops()
+            for path, inner in top.named_modules()
+            if inner is module
+        ]
+        return min(names, key=lambda name: (name.count("."), len(name)), default=_class_of(module))
+
+    def name_parameter(self, parameter: Any, called: Sequence[nn.Module]) -> str:
+        """Return the path to a parameter, from one of the modules that were called if it has it; empty: no path."""
+        for module in called:
+            for path, each in module.named_parameters():
+                if each is parameter:
+                    return f"{self.name_module(module)}.{path}"
+        for name, top in self._tops():
+            for path, each in top.named_parameters():
+                if each is parameter:
+                    return f"{name}.{path}"
+        return ""
+
+    def _tops(self) -> Iterator[tuple[str, nn.Module]]:
+        for namespace in (self._namespace, *numbers.user_namespaces()):
+            for name, value in list(namespace.items()):
+                if isinstance(value, nn.Module) and not name.startswith("_") and name != "self":
+                    yield name, value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _class_of(module: nn.Module) -> str:
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+
+
+def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> NumberFinding:
+    """Return a finding with its text.
+
+    Args:
+        carried: the first collective that this rank gave bad numbers to.
+    """
+    match found.phase:
+        case "loss":
+            where = f"the loss{f', {found.op}' if found.op else ''}"
+        case "input":
+            where = f"the input of {found.module}"
+        case _:
+            where = f"{' '.join(filter(None, [found.module, found.op])) or 'outside of modules'} ({found.phase})"
+    text = f"first non-finite: {', '.join(filter(None, [f'step {found.step}', f'rank {rank}', where, found.line]))}"
+    if found.input_max is not None:
+        text += f"; input max {found.input_max:.2g} in {found.dtype}"
+    if carried is None:
+        return msgspec.structs.replace(found, text=text)
+    collective = f"{carried.op} #{carried.group_seq}"
+    text += f"; reached {name_ranks(carried.group_ranks)} by {collective}"
+    return msgspec.structs.replace(found, text=text, collective=collective, reached=tuple(carried.group_ranks))

@@ -1,0 +1,1 @@
+"""Runs a recorded cell of one rank again, in one process: see `meshbook replay`."""

@@ -1,0 +1,117 @@
+"""Figures of a mesh on two machines of the bed: `python -m tests.cluster.figures`, as root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import RankLost
+from tests.cluster.bed import NETWORK, Bed, why_no_bed, why_no_slurm
+from tests.cluster.ray_bed import RayOnBed
+
+MB_64 = 64 << 20
+_SERVER = (
+    "import socket; s = socket.create_server(('', 7000)); c, _ = s.accept()\nwhile c.recv(1 << 20): pass\nc.send(b'x')"
+)
+_CLIENT = f"""
+import socket, time
+data = memoryview(bytes({MB_64}))
+for _ in range(100):
+    try: c = socket.create_connection(('{NETWORK}.2', 7000)); break
+    except OSError: time.sleep(0.05)
+begun = time.perf_counter(); c.sendall(data); c.shutdown(socket.SHUT_WR); c.recv(1); print(time.perf_counter() - begun)
+"""
+
+
+def best(action: Callable[[], object], times: int) -> float:
+    """Return the least of the seconds that an action takes."""
+
+    def once() -> float:
+        begun = time.perf_counter()
+        action()
+        return time.perf_counter() - begun
+
+    return min(once() for _ in range(times))
+
+
+def plain_tcp(bed: Bed) -> float:
+    """Return the seconds that 64 MiB take from one machine to the other, plainly, in a Python program."""
+    server = subprocess.Popen(["nsenter", "-t", str(bed.pid("n2")), "-n", sys.executable, "-c", _SERVER])
+    seconds = float(bed.run("n1", sys.executable, "-c", _CLIENT))
+    server.wait(10)
+    return seconds
+
+
+def starts(**options: object) -> tuple[Mesh, float]:
+    begun = time.perf_counter()
+    mesh = create_mesh(**options)  # type: ignore[arg-type]
+    return mesh, time.perf_counter() - begun
+
+
+def main() -> None:
+    if reason := why_no_bed():
+        raise SystemExit(reason)
+    bed = Bed(2)
+    os.environ["PATH"] = f"{bed.ssh}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="mbf", dir="/tmp") as folder:
+        Path(folder).chmod(0o700)
+        os.environ["MESHBOOK_RUNTIME_DIR"] = folder
+        try:
+            measure(bed)
+        finally:
+            bed.close()
+
+
+def measure(bed: Bed) -> None:
+    ways: dict[str, dict[str, object]] = {
+        "on this machine": {"num_hosts": 2},
+        "by ssh": {"on": "ssh://n1,n2"},
+        "in a Slurm job": {"on": "slurm://", "nodes": 2},
+        "on Ray": {"on": "ray://auto", "nodes": 2},
+    }
+    if reason := why_no_slurm():
+        print(f"not in a Slurm job: {reason}")
+        del ways["in a Slurm job"]
+    else:
+        bed.start_slurm()
+    cluster = RayOnBed(bed)
+    for where, options in ways.items():
+        with {"in a Slurm job": bed.here, "on Ray": cluster.here}.get(where, nullcontext)():
+            mesh, seconds = starts(axes=4, **options)
+        with mesh:
+            print(f"4 ranks, 2 hosts, {where}: ready after {seconds:.1f} s")
+            round_trip = best(lambda mesh=mesh: mesh.run("1", echo=False), 200)  # type: ignore[misc]
+            print(f"  cell round trip, best of 200: {round_trip * 1000:.2f} ms")
+    cluster.close()
+    value = np.random.default_rng(0).random(MB_64 // 8)
+    plain = min(plain_tcp(bed) for _ in range(5))
+    print(f"64 MiB between machines, plain TCP, best of 5: {plain:.3f} s, {MB_64 / plain / 1e6:.0f} MB/s")
+    with create_mesh(1, on="ssh://n1", torch=False) as mesh:
+        push = best(lambda: mesh.push(value=value), 8)
+        print(f"64 MiB pushed to one machine, best of 8: {push:.3f} s, {MB_64 / push / 1e6:.0f} MB/s")
+        pull = best(lambda: mesh.pull("value")[0], 8)
+        print(f"64 MiB pulled from it, best of 8: {pull:.3f} s, {MB_64 / pull / 1e6:.0f} MB/s")
+    with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
+        future = mesh.run("import time; time.sleep(1000)", wait=False)
+        time.sleep(1)
+        bed.power_off("n2")
+        begun = time.perf_counter()
+        assert isinstance(future.exception(30), RankLost)
+        print(f"a machine without power is named after {time.perf_counter() - begun:.1f} s")
+        begun = time.perf_counter()
+        mesh.stop()
+        print(f"the mesh with it is stopped after {time.perf_counter() - begun:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A machine that loses power, hangs or is cut off, and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from meshbook.controller.futures import MeshFuture
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import HealError, RankLost
+from tests.cluster.bed import Bed
+from tests.controller.test_run import when
+
+pytestmark = pytest.mark.cluster
+
+# A dead machine counts as lost after 15 s; on a loaded one the supervisor may come to it late.
+NAMED_WITHIN_S = 60.0
+
+
+@contextmanager
+def busy_mesh() -> Iterator[tuple[Mesh, MeshFuture[object]]]:
+    """Two light ranks on each machine, each with an `x`, that sleep."""
+    with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
+        mesh.run("import time\nx = 10 + rank")
+        future = mesh.run("time.sleep(1000)", wait=False)
+        when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+        yield mesh, future
+
+
+def check_named(mesh: Mesh, future: MeshFuture[object]) -> None:
+    """Check that n2 is named, in words of its own, and that the survivors go on with what they hold."""
+    before = time.monotonic()
+    error = future.exception(NAMED_WITHIN_S)
+    assert isinstance(error, RankLost)
+    assert time.monotonic() - before < NAMED_WITHIN_S
+    assert error.ranks == (2, 3)
+    assert "machine n2 has not answered for" in str(error)
+    assert "SIGKILL" not in str(error)
+    assert dict(mesh.run("x").values) == {0: 10, 1: 11}
+    assert [host.state for host in mesh.hosts()] == ["ready", "lost"]
+
+
+def heal(mesh: Mesh) -> None:
+    """Heal a mesh whose machine is back: its ranks are new, the others keep what they hold."""
+    mesh.heal()
+    assert [host.state for host in mesh.hosts()] == ["ready", "ready"]
+    assert dict(mesh.run("__import__('socket').gethostname()").values) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    assert dict(mesh.run("x", ranks=(0, 1)).values) == {0: 10, 1: 11}
+
+
+def test_a_machine_without_power_is_named_and_its_ranks_are_healed_when_it_is_back(bed: Bed) -> None:
+    with busy_mesh() as (mesh, future):
+        bed.power_off("n2")
+        check_named(mesh, future)
+        with pytest.raises(HealError, match="machine n2, where no host could be started again: n2"):
+            mesh.heal()
+        bed.power_on("n2")
+        heal(mesh)
+
+
+@pytest.mark.parametrize(("harm", "undo"), [(Bed.freeze, Bed.thaw), (Bed.cut, Bed.restore)], ids=["hangs", "is cut"])
+def test_a_machine_that_comes_back_by_itself_has_no_rank_twice(
+    bed: Bed, harm: Callable[[Bed, str], None], undo: Callable[[Bed, str], None]
+) -> None:
+    with busy_mesh() as (mesh, future):
+        before = set(bed.processes("n2"))
+        harm(bed, "n2")
+        try:
+            check_named(mesh, future)
+        finally:
+            undo(bed, "n2")
+        when(lambda: before.isdisjoint(bed.processes("n2")), within_s=60.0)  # as told by the supervisor
+        heal(mesh)
+
+
+def test_a_machine_that_stands_still_for_a_moment_keeps_its_ranks_and_a_stop_does_not_wait_for_it(bed: Bed) -> None:
+    with create_mesh(2, on="ssh://n1,n2", torch=False) as mesh:
+        mesh.run("import time\nx = 10 + rank")
+        said: list[str] = []
+        command = mesh.session.cell_command("time.sleep(1000)", (0, 1))
+        future = mesh.session.request(command, on_output=lambda items: said.extend(map(str, items)))
+        when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+        bed.freeze("n2")
+        try:
+            when(lambda: any("machine n2 has not answered for" in text for text in said))
+            assert [host.state for host in mesh.hosts()] == ["ready", "silent"]
+            mesh.session.interrupt((0, 1), target=command.call)
+            when(lambda: any("did not come back from Stop: machine n2 has not answered for" in text for text in said))
+        finally:
+            bed.thaw("n2")
+        future.result(60.0)  # the Stop has come to n2
+        assert dict(mesh.run("x").values) == {0: 10, 1: 11}
+        assert [host.state for host in mesh.hosts()] == ["ready", "ready"]
+
+
+def test_a_mesh_with_a_dead_machine_is_stopped_at_once(bed: Bed) -> None:
+    with busy_mesh() as (mesh, _):
+        bed.power_off("n2")
+        try:
+            before = time.monotonic()
+            mesh.stop()
+            assert time.monotonic() - before < 6  # 2 s on a quiet machine
+        finally:
+            bed.power_on("n2")
+
+
+def test_a_host_whose_supervisor_is_killed_ends_its_ranks(bed: Bed) -> None:
+    with busy_mesh() as (mesh, _):
+        os.kill(mesh.status().supervisor_pid, signal.SIGKILL)
+        when(lambda: not bed.processes("n1") and not bed.processes("n2"))

@@ -1,0 +1,120 @@
+"""A mesh on two machines that ssh reaches. What every mesh must do is in tests/engines/test_conformance.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import StartError
+from tests.cluster.bed import Bed
+from tests.controller.test_run import when
+
+pytestmark = pytest.mark.cluster
+
+# What somebody may have in ~/.ssh/config for sessions of his own, which is none of the mesh's.
+FORWARDING = "Host n1\n  LocalForward 7001 localhost:22\n  RemoteCommand hostname\n"
+
+
+@pytest.fixture(scope="module")
+def mesh(bed: Bed) -> Iterator[Mesh]:
+    config = bed.folder / "ssh_config"
+    config.write_text(FORWARDING + config.read_text())
+    with create_mesh(nodes=2, gpus_per_node=2, on="ssh://n1,n2") as mesh:
+        yield mesh
+
+
+def test_axes_lie_on_machines(mesh: Mesh) -> None:
+    assert mesh.axes == {"node": 2, "gpu": 2}
+    names = mesh.run("__import__('socket').gethostname()").values
+    assert [names.item(node=node, gpu=gpu) for node in (0, 1) for gpu in (0, 1)] == ["n1", "n1", "n2", "n2"]
+    assert list(mesh.slice(node=1).run("rank").values) == [2, 3]
+
+
+def test_hosts_say_what_they_are(mesh: Mesh) -> None:
+    when(lambda: all(host.latency_s is not None for host in mesh.hosts()))
+    facts = [host.facts for host in mesh.hosts()]
+    assert [found and found.hostname for found in facts] == ["n1", "n2"]
+    assert [found and found.address for found in facts] == ["10.77.0.1", "10.77.0.2"]
+    assert "10.77.0" not in str(mesh.hosts())
+    assert str(mesh.hosts()).count("ready") == 2
+
+
+def test_logs_are_searched_on_the_machines_and_equal_lines_of_both_are_one(mesh: Mesh, bed: Bed) -> None:
+    mesh.run("print('searched: all')\nprint(f'searched: loss={rank}.5')", echo=False)
+    found = mesh.logs(grep="^searched", since="1h")
+    assert [(hit.ranks, hit.text) for hit in found] == [
+        ((0, 1, 2, 3), "searched: all"),
+        ((0, 1, 2, 3), "searched: loss={0.5, 1.5, 2.5, 3.5}"),
+    ]
+    assert [kept.host for kept in found.kept] == ["machine n1", "machine n2"]
+    assert [hit.ranks for hit in mesh.logs(grep="^searched: all", ranks=(1, 2))] == [(1, 2)]
+
+
+def test_nothing_of_the_secret_is_in_a_command_line_or_an_environment(mesh: Mesh, bed: Bed) -> None:
+    token = mesh.session.connection.connection_info.token
+    for name in bed.running:
+        for pid in bed.processes(name):
+            for file in ("cmdline", "environ"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                    assert token.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+
+
+def test_no_port_is_open_but_those_of_gloo_on_one_address(mesh: Mesh, bed: Bed) -> None:
+    lines = [line.split() for line in bed.run("n1", "cat", "/proc/net/tcp").splitlines()[1:]]
+    listening = {line[1] for line in lines if line[3] == "0A"} - {"00000000:0016"}  # sshd's
+    assert {address.partition(":")[0] for address in listening} == {"01004D0A"}  # 10.77.0.1
+
+
+@pytest.mark.parametrize(
+    ("on", "words"),
+    [
+        ("ssh://n1,gone", ("gone cannot be reached", "No route to host", "Try ssh gone")),
+        ("ssh://locked", ("refused to let you log in", "Permission denied", "ssh-copy-id")),
+        ("ssh://refusing", ("refused the connection", "Connection refused")),
+        ("ssh://no-such-name", ("no-such-name is no name", "~/.ssh/config")),
+        ("ssh://n1?python=/no/python", ("n1 has no interpreter /no/python",)),
+        ("ssh://n1?python=/usr/bin/python3", ("n1 has no Meshbook", "pip install meshbook==")),
+        ("ssh://n1,again", ("n1 and again are one machine",)),
+    ],
+)
+def test_a_machine_that_cannot_be_used_is_named_with_why_and_what_to_do(
+    bed: Bed, on: str, words: tuple[str, ...]
+) -> None:
+    before = time.monotonic()
+    with pytest.raises(StartError) as raised:
+        create_mesh(2, on=on, torch=False)
+    assert [word for word in words if word not in str(raised.value)] == []
+    assert time.monotonic() - before < 60  # 10 s on a quiet machine
+
+
+def test_a_start_that_is_given_up_leaves_nothing_behind(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meshbook.toml").write_text("start_timeout_s = 2")
+    monkeypatch.chdir(tmp_path)
+    before = bed.processes("n1").keys()
+    bed.freeze("n2")
+    try:
+        with pytest.raises(StartError, match="did not come up within 2 s and were stopped"):
+            create_mesh(2, on="ssh://n1,n2", torch=False)
+    finally:
+        bed.thaw("n2")
+    when(lambda: bed.processes("n1").keys() <= before)
+
+
+def test_doctor_looks_at_machines(bed: Bed) -> None:
+    command = [sys.executable, "-m", "meshbook", "doctor", "--on", "ssh://n1,locked"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 1
+    assert "ok      n1" in done.stdout
+    assert "MB/s" in done.stdout
+    assert "MISSING locked  refused to let you log in" in done.stdout

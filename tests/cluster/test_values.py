@@ -1,0 +1,77 @@
+"""Values between the notebook and ranks on other machines."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import CellError
+from tests.cluster.bed import Bed
+from tests.controller.test_run import when
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def mesh(bed: Bed) -> Iterator[Mesh]:
+    with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def large() -> np.ndarray:
+    return np.random.default_rng(7).random(1 << 20)  # 8 MiB
+
+
+def test_a_large_value_reaches_every_rank_and_comes_back(mesh: Mesh, large: np.ndarray) -> None:
+    mesh.push(large=large)
+    values = mesh.pull("large")
+    assert all(np.array_equal(values[rank], large) for rank in range(4))
+
+
+def test_it_crosses_to_each_machine_once(mesh: Mesh, large: np.ndarray) -> None:
+    mesh.push(large=large)
+    mesh.run("address = large.ctypes.data")
+    inodes = mesh.run("""
+for line in open('/proc/self/maps'):
+    start, end = (int(number, 16) for number in line.split()[0].split('-'))
+    if start <= address < end:
+        inode = line.split()[4]
+inode""").values
+    assert inodes[0] == inodes[1]
+    assert inodes[2] == inodes[3]
+
+
+def test_arguments_of_functions_arrive_too(mesh: Mesh, large: np.ndarray) -> None:
+    assert mesh.execute(lambda x: float(x.sum()), large).same() == float(large.sum())
+
+
+def test_memory_is_given_back_on_both_sides(mesh: Mesh, large: np.ndarray) -> None:
+    pool = mesh.session.transfer._pool
+    mesh.push(large=large)
+    when(lambda: pool.used_bytes == 0)  # the machines have it; nobody reads this process's copy any more
+    mesh.run("del large")
+
+
+def test_a_value_that_does_not_reach_one_machine_fails_the_call_on_all(mesh: Mesh, bed: Bed, large: np.ndarray) -> None:
+    mesh.run("large = None")
+    (agent,) = [pid for pid, command in bed.processes("n2").items() if "meshbook.host.remote" in command]
+    limits = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+    used = {int(number) for number in os.listdir(f"/proc/{agent}/fd")}
+    lowest_free = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, (lowest_free, limits[1]))  # no descriptor is left for the memory
+    try:
+        with pytest.raises(CellError, match="did not reach all machines, so the call was run on none") as raised:
+            mesh.push(large=np.ones(3 << 20))
+        assert raised.value.failures[0].ranks == (0, 1, 2, 3)
+    finally:
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, limits)
+    assert mesh.run("large is None").values.same()
+    mesh.push(large=large)
+    assert mesh.run("large is None").values.same() is False

@@ -1,0 +1,243 @@
+"""kill -9 of the supervisor at random moments of random work: its standby takes over, and nothing is lost.
+
+    python -m tests.controller.supervisor_kills [--kills 100] [--seed 1] [--work heal]
+
+Each round begins a work and, at a moment that the seed chooses, kills the supervisor, its standby, or one supervisor
+after the other. The work must come to what it comes to without: each line once, each value whole. Then the next cell
+must run on all ranks, within 5 s and with their variables. The supervisor's log must not say that a standby had
+diverged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import CellInterrupted
+from meshbook.wire.processes import forks_of
+from tests.actors.example_actors import Counter
+from tests.leaks import Run
+
+RANKS = 2
+_NEXT_CELL_S = 5.0
+_TIMEOUT_S = 60.0
+
+
+class Killer:
+    """Kills at random moments while a work runs, on a thread of its own."""
+
+    def __init__(self, mesh: Mesh, rng: random.Random) -> None:
+        self._mesh, self._rng = mesh, rng
+        self.done: list[str] = []
+        self._thread = threading.Thread(target=self._kill)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _kill(self) -> None:
+        victims = self._rng.choice([["supervisor"], ["supervisor"], ["standby"], ["supervisor", "supervisor"]])
+        for victim in victims:
+            pause = self._rng.choice([0.0, 0.02, 0.1, 0.4, 2.0]) * self._rng.random()
+            time.sleep(pause)
+            supervisor = self._mesh.session.info.supervisor_pid
+            for pid in [supervisor] if victim == "supervisor" else forks_of(supervisor):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.done.append(f"{victim} {pid} after {pause:.3f} s")
+            if victim == "supervisor":
+                _wait(lambda former=supervisor: self._mesh.session.info.supervisor_pid != former)
+
+
+def _wait(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _NEXT_CELL_S
+    while not is_true():
+        assert time.monotonic() < deadline, "no standby has taken over within 5 s"
+        time.sleep(0.005)
+
+
+# ---- works
+
+
+def _idle(mesh: Mesh, folder: Path) -> None:
+    time.sleep(0.1)
+
+
+def _cells(mesh: Mesh, folder: Path) -> None:
+    for number in range(60):
+        assert [int(value) for value in mesh.run(f"rank + {number}", echo=False).values.values()] == [
+            number + rank for rank in range(RANKS)
+        ]
+
+
+def _prints(mesh: Mesh, folder: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        source = "import time\nfor number in range(300):\n    print('line', number)\n    time.sleep(0.001)"
+        mesh.run(source, ranks=(RANKS - 1,))  # of one rank: lines of ranks that are not in step are shown in pairs
+    numbers = [line.split()[-1] for line in shown.getvalue().splitlines() if "line" in line]
+    assert numbers == [str(number) for number in range(300)], numbers
+
+
+def _collectives(mesh: Mesh, folder: Path) -> None:
+    source = "total = torch.zeros(1)\nfor number in range(300):\n    dist.all_reduce(total.fill_(number))\nint(total)"
+    assert mesh.run(source, echo=False).values.same() == 299 * RANKS
+
+
+def _values(mesh: Mesh, folder: Path) -> None:
+    for number in range(3):
+        values = mesh.run(f"torch.full((16 << 20,), rank + {number}.0)", echo=False).values
+        for rank in range(RANKS):
+            value = values[rank]
+            assert value.shape == (16 << 20,)
+            assert bool((value == rank + number).all())
+
+
+def _stop(mesh: Mesh, folder: Path) -> None:
+    running = mesh.run("dist.all_reduce(torch.zeros(1)) if rank == 0 else __import__('time').sleep(60)", wait=False)
+    time.sleep(0.2)
+    mesh.interrupt()
+    try:
+        running.result(_TIMEOUT_S)
+    except CellInterrupted:
+        return
+    raise AssertionError("a stopped cell has not ended as one")
+
+
+def _heal(mesh: Mesh, folder: Path) -> None:
+    pid = mesh.status().ranks[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    _wait(lambda: 1 in mesh.session.lost)
+    mesh.heal()
+
+
+def _looks(mesh: Mesh, folder: Path) -> None:
+    running = mesh.run("dist.all_reduce(torch.zeros(1)) if rank == 0 else __import__('time').sleep(60)", wait=False)
+    for _ in range(5):
+        assert mesh.why().text
+        assert mesh.stacks().text
+    mesh.interrupt()
+    with contextlib.suppress(CellInterrupted):
+        running.result(_TIMEOUT_S)
+
+
+def _resize(mesh: Mesh, folder: Path) -> None:
+    mesh.resize(dp=RANKS + 1)
+    mesh.resize(dp=RANKS)
+
+
+def _tensors(mesh: Mesh, folder: Path) -> None:
+    plain = torch.arange(16.0).reshape(4, 4)
+    there = meshbook.distribute(plain, mesh, sharding_spec=["dp", None])
+    for turn in range(60):
+        there, plain = (there * 3 + turn) % 97, (plain * 3 + turn) % 97
+        if turn % 10 == 0:
+            assert torch.equal(there.full_tensor(), plain)
+    assert torch.equal(there.full_tensor(), plain)
+
+
+def _actors(mesh: Mesh, folder: Path) -> None:
+    counters = mesh.spawn("counters", Counter, 0)
+    for turn in range(20):
+        assert list(counters.add.call().get(_TIMEOUT_S).values()) == [turn + 1] * RANKS
+    counters.stop().get(_TIMEOUT_S)
+
+
+def _checkpoint(mesh: Mesh, folder: Path) -> None:
+    mesh.run("state = torch.full((1 << 20,), 7.0)", echo=False)
+    mesh.checkpoint(folder, "state").result(_TIMEOUT_S)
+    mesh.run("state.zero_()", echo=False)
+    mesh.restore(folder)
+    assert mesh.run("float(state.sum())", echo=False).values.same() == float(7 << 20)
+
+
+WORKS = {
+    work.__name__.strip("_"): work
+    for work in (
+        _idle,
+        _cells,
+        _prints,
+        _collectives,
+        _values,
+        _stop,
+        _heal,
+        _looks,
+        _resize,
+        _tensors,
+        _actors,
+        _checkpoint,
+    )
+}
+
+
+# ---- rounds
+
+
+def run_round(mesh: Mesh, seed: int, name: str | None, folder: Path) -> str:
+    """Run a work, chosen by the seed if `name` is None, with a kill. Return what was done; raise on what is wrong."""
+    rng = random.Random(seed)
+    chosen = name or rng.choice(sorted(WORKS))
+    killer = Killer(mesh, rng)
+    began = time.monotonic()
+    try:
+        with killer:
+            WORKS[chosen](mesh, folder)
+        ended = time.monotonic()
+        kept = mesh.run("kept", echo=False).values
+        assert [int(value) for value in kept.values()] == list(range(RANKS)), kept
+        seconds = time.monotonic() - ended
+        assert seconds < _NEXT_CELL_S, f"the next cell took {seconds:.1f} s"
+    except BaseException as error:
+        error.add_note(f"seed {seed}, {chosen}: {'; '.join(killer.done)}")
+        raise
+    return f"seed {seed}, {chosen}, {ended - began:.1f} s, next cell {seconds:.2f} s: {'; '.join(killer.done)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.controller.supervisor_kills")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--work", choices=WORKS)
+    chosen = parser.parse_args()
+    run = Run()
+    os.environ.update(run.environment, OMP_NUM_THREADS="1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder = Path(tempfile.mkdtemp(prefix="mbk"))
+    try:
+        with create_mesh({"dp": RANKS}) as mesh:
+            log = run.runtime_dir / "meshbook" / mesh.name / "supervisor.log"
+            mesh.run("kept = rank", setup=True, echo=False)
+            for seed in range(chosen.seed, chosen.seed + chosen.kills):
+                print(run_round(mesh, seed, chosen.work, folder / str(seed)), flush=True)
+                text = log.read_text()
+                assert "defect" not in text, text
+        print(f"{chosen.kills} of {chosen.kills} hold")
+        return 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        left = run.wait_until_clean()
+        run.clean()
+        if left:
+            print("left behind, and ended now:", *left, sep="\n  ", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

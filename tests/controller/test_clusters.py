@@ -1,0 +1,122 @@
+"""Where a mesh's machines are, and how its axes lie on them. No machine is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from meshbook.controller.clusters import choose_machines
+from meshbook.controller.config import Defaults, read_defaults
+from meshbook.controller.connection import ConnectionListeners
+from meshbook.controller.session import _request_start
+from meshbook.errors import MeshShapeError, StartError, UsageError
+from meshbook.ids import CallId
+from meshbook.wire import messages
+
+LAB = Defaults(clusters={"lab": {"on": "ssh://n1,n2"}})
+
+
+def test_nodes_and_gpus_are_axes() -> None:
+    cluster = choose_machines("lab", LAB, nodes=None, gpus_per_node=3)
+    assert (cluster.on, cluster.engine, cluster.num_hosts) == ("ssh://n1,n2", "ssh", 2)
+    assert cluster.grid.axes == {"node": 2, "gpu": 3}
+
+
+def test_fewer_nodes_than_machines_are_the_first() -> None:
+    assert choose_machines("lab", LAB, nodes=1, gpus_per_node=2).grid.axes == {"node": 1, "gpu": 2}
+
+
+def test_axes_of_ones_own_lie_on_all_machines() -> None:
+    cluster = choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes={"dp": 4, "tp": 2})
+    assert cluster.num_hosts == 2
+    assert choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes=4).grid.axes == {"rank": 4}
+
+
+def test_more_nodes_than_machines_are_refused() -> None:
+    with pytest.raises(StartError, match=r"3 nodes are asked for, and ssh://n1,n2 names 2 \(n1, n2\); name 1 more"):
+        choose_machines("lab", LAB, nodes=3, gpus_per_node=1)
+
+
+def test_a_layout_that_would_split_the_last_axis_is_refused_with_the_sum() -> None:
+    with pytest.raises(MeshShapeError, match=r"dp=3 \* tp=2 on 2 machines are 6 / 2 = 3 ranks on each"):
+        choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes={"dp": 3, "tp": 2})
+    with pytest.raises(MeshShapeError, match=r"rank=3 are 3 ranks, which 2 machines cannot share equally"):
+        choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes=3)
+
+
+def test_an_unknown_cluster_is_refused_with_how_one_is_written() -> None:
+    with pytest.raises(UsageError, match=r"(?s)known: lab.*\[clusters.labb\]"):
+        choose_machines("labb", LAB, nodes=None, gpus_per_node=1)
+
+
+def test_clusters_are_read_from_meshbook_toml(tmp_path: Path) -> None:
+    file = tmp_path / "meshbook.toml"
+    file.write_text('[clusters.lab]\non = "ssh://gpu1,gpu2"\n')
+    assert read_defaults(tmp_path, {}).clusters == {"lab": {"on": "ssh://gpu1,gpu2"}}
+    file.write_text('[clusters.lab]\nhosts = "gpu1"\n')
+    with pytest.raises(UsageError, match="has a cluster 'lab' that is not written like"):
+        read_defaults(tmp_path, {})
+
+
+def test_ray_chooses_the_machines_and_each_gpu_that_it_is_asked_for_gets_a_rank() -> None:
+    cluster = choose_machines("ray://auto?num_gpus=8", LAB, nodes=2, gpus_per_node=None)
+    assert (cluster.engine, cluster.num_hosts, cluster.grid.axes) == ("ray", 2, {"node": 2, "gpu": 8})
+    with pytest.raises(UsageError, match=r"ask Ray for GPUs, each of which gets a rank: ray://…\?num_gpus=8"):
+        choose_machines("ray://auto", LAB, nodes=2, gpus_per_node=None)
+    with pytest.raises(StartError, match="is one node, this machine"):
+        choose_machines("ray://local", LAB, nodes=2, gpus_per_node=1)
+
+
+def test_slurm_chooses_the_machines_and_each_gpu_that_it_is_asked_for_gets_a_rank() -> None:
+    cluster = choose_machines("slurm://gpu?gpus-per-node=8", LAB, nodes=2, gpus_per_node=None)
+    assert (cluster.engine, cluster.num_hosts, cluster.grid.axes) == ("slurm", 2, {"node": 2, "gpu": 8})
+    assert choose_machines("slurm://", LAB, nodes=None, gpus_per_node=None, axes=4).num_hosts == 1
+    with pytest.raises(UsageError, match="how many ranks are to run on each node"):
+        choose_machines("slurm://gpu", LAB, nodes=2, gpus_per_node=None)
+
+
+def test_the_time_in_a_queue_is_not_that_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    start = messages.StartMesh(call=CallId("1"), spec=messages.MeshSpec(axes={"rank": 1}))
+    with pytest.raises(TimeoutError):
+        _request_start(Queue(["it is PENDING", ""]), start, 0.01)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        _request_start(Queue([]), start, 0.01)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "it is PENDING\n"
+    queue = Queue(["it is PENDING (Priority)"])
+    with contextlib.redirect_stdout(WhenWritten(queue.start)):  # it would wait for ever, and does not give up before
+        assert _request_start(queue, start, 0.0) == "ready"  # type: ignore[arg-type]
+
+
+class Queue:
+    """A connection to a supervisor that reports these states of a queue at once."""
+
+    def __init__(self, states: list[str]) -> None:
+        self.listeners = ConnectionListeners()
+        self._states, self._future = states, Future[str]()
+
+    def request(self, command: messages.StartMesh) -> Future[str]:
+        for state in self._states:
+            self.listeners.report_handlers[messages.MeshQueued](messages.MeshQueued(call=command.call, state=state))
+        return self._future
+
+    def start(self) -> None:
+        self._future.set_result("ready")
+
+
+class WhenWritten(io.StringIO):
+    """Does something when the first text is written."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
+        self._action: Callable[[], None] | None = action
+
+    def write(self, text: str) -> int:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+        return super().write(text)

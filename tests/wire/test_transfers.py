@@ -1,0 +1,104 @@
+"""Values between machines, without machines: requests and chunks are handed from one end to the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from meshbook.wire.buffers import SegmentPool, SegmentReader
+from meshbook.wire.messages import FetchChunk, InlineBuffer, Payload, SharedBuffer
+from meshbook.wire.shared_buffers import find_shared, replace_shared
+from meshbook.wire.transfers import CHUNK_BYTES, BufferFetcher, Copies, serve_chunk
+
+
+class Ends:
+    """A machine with values, and one that fetches them; `carry` is the wire between them."""
+
+    def __init__(self) -> None:
+        self.there, self.here = SegmentPool(), SegmentPool()
+        self.fetcher = BufferFetcher(self.here)
+        self.requests: deque[FetchChunk] = deque()
+        self.found: list[Copies | str] = []
+
+    def fetch(self, buffers: list[SharedBuffer]) -> str:
+        return self.fetcher.fetch(buffers, 1, self.requests.append, self.found.append)
+
+    def carry(self, num_chunks: int = 1000) -> None:
+        for _ in range(num_chunks):
+            if not self.requests:
+                return
+            self.fetcher.handle(serve_chunk(self.requests.popleft()))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    with ends.there, ends.here:
+        yield ends
+
+
+def shared(ends: Ends, *contents: bytes) -> list[SharedBuffer]:
+    written = ends.there.write([memoryview(content) for content in contents])
+    return [one for one in written if isinstance(one, SharedBuffer)]
+
+
+CONTENTS = [bytes(range(256)) * 400, b"", b"x" * (3 * CHUNK_BYTES + 17), b"y" * (9 << 20)]
+
+
+def test_what_arrives_is_what_was_sent(ends: Ends) -> None:
+    buffers = shared(ends, *CONTENTS)
+    ends.fetch(buffers)
+    ends.carry()
+    (copies,) = ends.found
+    assert isinstance(copies, dict)
+    views = SegmentReader().open_all([copies[buffer] for buffer in buffers])
+    assert [bytes(view) for view in views] == CONTENTS
+
+
+def test_few_chunks_are_asked_for_at_once(ends: Ends) -> None:
+    ends.fetch(shared(ends, b"z" * (40 << 20)))
+    num_requested = len(ends.requests)
+    assert num_requested == 8
+    ends.carry(3)
+    assert len(ends.requests) == num_requested
+    assert max(request.nbytes for request in ends.requests) == CHUNK_BYTES
+
+
+def test_a_value_that_is_gone_leaves_no_memory_behind(ends: Ends) -> None:
+    ends.fetch(shared(ends, b"z" * (20 << 20)))
+    ends.carry(2)
+    ends.there.close()
+    ends.carry()
+    (reason,) = ends.found
+    assert isinstance(reason, str)
+    assert "no longer holds the data of this value" in reason
+    assert ends.here.used_bytes == 0
+
+
+def test_a_value_whose_memory_was_reused_does_not_arrive(ends: Ends) -> None:
+    (buffer,) = shared(ends, b"z" * (2 << 20))
+    ends.there.release(buffer.segment)
+    shared(ends, b"o" * (2 << 20))
+    ends.fetch([buffer])
+    ends.carry()
+    assert ends.found[0] == f"process {buffer.pid} has reused the memory of this value; send it again"
+
+
+def test_chunks_of_a_cancelled_transfer_are_dropped(ends: Ends) -> None:
+    name = ends.fetch(shared(ends, b"z" * (20 << 20)))
+    ends.fetcher.cancel(name, "its machine is lost")
+    ends.carry()
+    assert ends.found == ["its machine is lost"]
+    assert ends.here.used_bytes == 0
+
+
+def test_buffers_are_found_and_replaced_wherever_they_are() -> None:
+    first, second, copy = (SharedBuffer(1, number, 4096, 9, f"s{number}.1") for number in (1, 2, 3))
+    payload = Payload(b"p", (first, InlineBuffer(b"i"), second, first))
+    message = ({"a": [payload]}, None, 3)
+    assert find_shared(message) == [first, second]
+    replaced = replace_shared(message, {first: copy})
+    assert find_shared(replaced) == [copy, second]
+    assert find_shared(message) == [first, second]

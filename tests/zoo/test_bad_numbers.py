@@ -1,0 +1,105 @@
+"""Planted faults on two ranks: the first difference, and where the NaN began, are named; no healthy step is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from meshbook import distribute
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from tests.controller.test_run import when
+from tests.standstill import stopped
+from tests.zoo.bad_numbers import KINDS, PLANTED, SETUP, Planted
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with create_mesh(2) as mesh:
+        mesh.run(SETUP)
+        yield mesh
+
+
+def heard(mesh: Mesh) -> Any:
+    """What is found, once both ranks have answered; a busy machine may be late with an answer."""
+    reports: list[Any] = []
+
+    def all_have_answered() -> bool:
+        reports.append(mesh.nan())
+        return not reports[-1].silent
+
+    when(all_have_answered)
+    return reports[-1]
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_named_first_with_its_rank_and_place(mesh: Mesh, planted: Planted) -> None:
+    mesh.nan(True)
+    shown = mesh.run(planted.run, echo=False).output
+    found = mesh.same(*planted.asked).text if planted.asked else heard(mesh).text
+    first = found.splitlines()[1] if len(found.splitlines()) > 1 else found
+    assert re.search(".*".join(map(re.escape, planted.said)), first), found + shown
+    if not planted.asked:
+        assert len(heard(mesh).findings) == 1, found  # by the rank that began it, alone
+        assert planted.said[0] in shown
+
+
+def test_a_module_that_is_spread_over_the_mesh_is_watched(mesh: Mesh) -> None:
+    class Spread(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(torch.log(torch.relu(self.first(x))))
+
+    mesh.nan(True)
+    torch.manual_seed(0)
+    model = distribute(Spread(), mesh)
+    model(distribute(torch.randn(8, 8), mesh, sharding_spec=["rank"])).sum().item()
+    (found,) = {(found.module, found.op, found.phase) for _, found in heard(mesh).findings}
+    assert found == ("Spread", "log", "forward")
+
+
+def test_a_sentinel_that_fails_is_off_and_leaves_the_step_alone(mesh: Mesh) -> None:
+    mesh.nan(True)
+    shown = mesh.run(
+        """
+class Odd(nn.Linear):
+    fails = False
+    def parameters(self, recurse=True):
+        if self.fails:
+            raise ValueError("no parameters")
+        return super().parameters(recurse)
+odd = Odd(2, 2)
+odd.fails = True
+odd(torch.ones(1, 2)).shape""",
+        echo=False,
+    )
+    assert "the sentinel has failed, and is off (ValueError: no parameters)" in shown.output
+    assert heard(mesh).on == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_healthy_steps_give_no_alarm(mesh: Mesh, kind: str) -> None:
+    mesh.nan(True)
+    mesh.run(f"model, opt = train({kind!r}, steps=25)")
+    report = heard(mesh)
+    assert report, report.text
+    assert report.num_updates == 25
+
+
+def test_a_rank_that_does_not_answer_is_not_taken_for_one_that_found_nothing(mesh: Mesh) -> None:
+    mesh.nan(True)
+    pid = mesh.status().ranks[1].pid
+    assert pid is not None
+    with stopped(pid):
+        report = mesh.nan()
+    assert 1 in report.silent
+    assert not report
+    assert re.search(r"ranks? (0-)?1 did not answer within 2 s .*; ask again", report.text)
+    assert heard(mesh).on == (0, 1)
