@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from meshbook.kernel import page_sessions
 from meshbook.kernel.page_sessions import PageSessions, missed_output_note
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its only element is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(page_sessions, "monotonic", lambda: now[0])
+    return now
 
 
 class Notebook:
@@ -49,10 +58,24 @@ def test_it_has_missed_the_cells_that_were_queued_too_but_none_from_before() -> 
     assert notebook.run("b") == (2, 3, 5)
 
 
-def test_a_page_that_is_opened_while_nothing_runs_has_missed_nothing_that_is_known() -> None:
+def test_a_page_that_is_opened_while_nothing_runs_has_missed_nothing_that_is_known(clock: list[float]) -> None:
     notebook = Notebook()
     notebook.run("a")
+    clock[0] += 60.0
     notebook.pages.saw("b")
+    assert notebook.run("b") == ()
+    assert Notebook().run("first") == ()
+
+
+def test_a_page_that_is_slow_to_send_its_first_request_has_missed_the_cell_that_has_just_ended(
+    clock: list[float],
+) -> None:
+    notebook = Notebook()
+    notebook.run("a")
+    notebook.run("a")
+    clock[0] += 5.0
+    notebook.pages.saw("b")
+    assert notebook.run("b") == (2,)
     assert notebook.run("b") == ()
 
 

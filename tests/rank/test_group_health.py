@@ -198,6 +198,17 @@ def test_an_operation_of_former_connections_does_not_break_the_new_ones() -> Non
     assert health.failure is None
 
 
+@pytest.mark.usefixtures("asks_at_once")
+def test_a_failure_whose_reason_comes_when_the_group_is_formed_anew_does_not_break_the_new_connections() -> None:
+    health = new_health()
+    record, version = health.ring.begin("all_reduce", health.label), health.connection_version
+    health.exits = Answers(health.reset).questions  # while the thread of gloo's future asks
+    raised = health.finish_failed(record, RuntimeError("Connection reset by peer"), version, None, launched=True)
+    assert type(raised) is GroupBroken
+    assert health.failure is None
+    health.wait_until_allowed("all_gather")
+
+
 def test_a_collective_of_a_broken_group_is_refused_with_the_reason_and_what_to_do() -> None:
     health = new_health()
     health.invalidate(GroupFailure("all_reduce #1 was interrupted"))

@@ -162,19 +162,20 @@ class GroupHealth:
         """
         failed = isinstance(error, Exception)
         raised: BaseException | None = None
-        if version != self.connection_version:
-            if failed:
-                raised = GroupBroken(f"{record.op} was under way when its process group was broken; its result is lost")
-        else:
-            # Whether this rank is out of step with the others from now on, however the user handles the exception.
+        is_out_of_step = False  # this rank with the others from now on, however the user handles the exception
+        if version == self.connection_version:
             is_out_of_step = launched or is_transport_error(error) if failed else not _has_succeeded(work)
             if is_out_of_step and failed:
                 self._wait_for_reason()
-            failure = self.failure
-            raised = failure.error_to_raise() if failed and failure is not None else None
-            if is_out_of_step and failure is None:
-                how = f"failed: {one_line_error(error)}" if failed else "was interrupted"
-                self.failure = GroupFailure(f"{record.op} #{record.seq} {how}")
+        with self._lock:
+            if version == self.connection_version:
+                failure = self.failure
+                raised = failure.error_to_raise() if failed and failure is not None else None
+                if is_out_of_step and failure is None:
+                    how = f"failed: {one_line_error(error)}" if failed else "was interrupted"
+                    self.failure = GroupFailure(f"{record.op} #{record.seq} {how}")
+            elif failed:  # the group has other connections, perhaps since the wait
+                raised = GroupBroken(f"{record.op} was under way when its process group was broken; its result is lost")
         self.ring.finish(record, raised or error)
         for observer in self.observers:
             observer.failed(record, raised or error)
