@@ -2,8 +2,9 @@
 # installed from this folder and every direct dependency at the version in constraints.txt.
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
-#   make test    run every test this machine can run (make test PEERS=1 installs Monarch and Ray, whose tests then run;
-#                WORKERS=0 runs one test after the other, for one who looks for the cause of a failure)
+#   make test    run every test this machine can run, and what failed again, alone: what passes then is listed as flaky
+#                (make test PEERS=1 installs Monarch and Ray, whose tests then run; WORKERS=0 runs one test after the
+#                other, for one who looks for the cause of a failure)
 #   make test-fast  the pure tests and those of one mesh, for every change: at most 4 minutes on two quiet cores
 #   make test-pure  those that need neither torch nor a mesh, on any Python: make test-pure PYTHON=python3.13
 #   make test-cluster  those on several machines, which are made of namespaces: as root, with sshd and iproute2; with
@@ -48,7 +49,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/python -m meshbook.cli.main run $(QUICKSTART)
 
 test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m tests.second_pass --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
 
 # Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
 PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py tests/test_selections.py \

@@ -60,6 +60,28 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
         return (yield)
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Name the first difference of large values: pytest compares them line by line, which can take minutes."""
+    if op != "==" or not isinstance(left, (dict, list, tuple)) or len(repr(left)) < 20_000:
+        return None
+    return ["large values differ", *first_difference(left, right)]
+
+
+def first_difference(left: Any, right: Any, at: str = "") -> list[str]:
+    """Where two values begin to differ, and how; nothing for equal ones."""
+    if left == right:
+        return []
+    pairs: list[tuple[object, Any, Any]] = []
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        pairs = [(repr(key), left[key], right[key]) for key in left]
+    elif isinstance(left, (list, tuple, bytes)) and type(left) is type(right) and len(left) == len(right):
+        pairs = [(index, *pair) for index, pair in enumerate(zip(left, right, strict=True))]
+    for key, one, other in pairs:
+        if lines := first_difference(one, other, f"{at}[{key}]"):
+            return lines
+    return [f"first at {at or 'the whole'}: {left!r:.200} != {right!r:.200}"]
+
+
 def reason_to_skip(marker: str) -> str | None:
     """Why tests with this marker cannot run here; None: they can."""
     match marker:

@@ -92,6 +92,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
         return path, state, mesh.run("train()", echo=False).values[0]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_a_checkpoint_of_four_ranks_is_restored_on_any_number(
     saved: tuple[Path, dict[str, torch.Tensor], float], num_ranks: int
@@ -105,6 +106,7 @@ def test_a_checkpoint_of_four_ranks_is_restored_on_any_number(
         assert same(mesh, "opt.param_groups[0]['lr']") == 0.05
 
 
+@pytest.mark.numbers
 def test_a_checkpoint_of_one_axis_is_restored_on_two(saved: tuple[Path, dict[str, torch.Tensor], float]) -> None:
     path, state, _ = saved
     with create_mesh({"dp": 2, "tp": 2}) as mesh:
@@ -119,6 +121,7 @@ def test_a_checkpoint_of_one_axis_is_restored_on_two(saved: tuple[Path, dict[str
         assert same(mesh, "[str(p) for p in model[0].weight.placements]")[-1] == "S(0)"
 
 
+@pytest.mark.numbers
 def test_plain_torch_reads_the_model_under_its_usual_names(saved: tuple[Path, dict[str, torch.Tensor], float]) -> None:
     path, state, _ = saved
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 4))
@@ -130,6 +133,7 @@ def test_plain_torch_reads_the_model_under_its_usual_names(saved: tuple[Path, di
     assert metadata.state_dict_metadata["opt.state.0.weight.exp_avg"].size == (10, 6)
 
 
+@pytest.mark.numbers
 def test_plain_torch_computes_the_same_step_from_it(saved: tuple[Path, dict[str, torch.Tensor], float]) -> None:
     path, _, next_loss = saved
     with create_mesh(1) as mesh:
@@ -141,6 +145,7 @@ def test_plain_torch_computes_the_same_step_from_it(saved: tuple[Path, dict[str,
 # ---- kinds of names
 
 
+@pytest.mark.numbers
 def test_a_model_in_ddp_is_restored_without_it_with_rank_zeros_buffers(mesh: Mesh, tmp_path: Path) -> None:
     mesh.run(MODEL + DDP.format(seed=1, lr=0.05) + "\ntrain(2)\nmodel.module[1].running_mean.add_(rank)")
     state = mesh.run("state()", echo=False).values[0]
@@ -157,6 +162,7 @@ def test_a_model_in_ddp_is_restored_without_it_with_rank_zeros_buffers(mesh: Mes
     assert are_equal(same(mesh, "state()"), state)
 
 
+@pytest.mark.numbers
 def test_training_goes_on_bit_for_bit_with_scheduler_step_and_random_numbers(mesh: Mesh, tmp_path: Path) -> None:
     mesh.run(
         MODEL + FSDP.format(seed=1, lr=0.05) + "\nsched = torch.optim.lr_scheduler.StepLR(opt, 2)\nstep = 0\n"
@@ -177,6 +183,7 @@ def test_training_goes_on_bit_for_bit_with_scheduler_step_and_random_numbers(mes
     assert dict(mesh.run("some(4)", echo=False).values) == dict(first)
 
 
+@pytest.mark.numbers
 def test_values_that_differ_by_rank_are_restored_by_rank(mesh: Mesh, tmp_path: Path) -> None:
     mesh.run(
         "mine = {'position': rank}\nours = {'name': 'x', 'sizes': (1, 2)}\nlocal = torch.full((3,), float(rank))\n"
@@ -419,6 +426,7 @@ def held(mesh: Mesh, gate: Gate) -> Iterator[Mesh]:
     mesh.run(LET_GO)
 
 
+@pytest.mark.numbers
 def test_a_save_has_the_values_of_its_call_whatever_follows(held: Mesh, gate: Gate, tmp_path: Path) -> None:
     opened = held.checkpoint(tmp_path / "run", "x", step=1)
     held.run("x += 7")
@@ -585,6 +593,7 @@ def test_the_call_returns_before_the_files_are_written(held: Mesh, gate: Gate, t
     assert not opened.done()
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("seed", range(20))
 def test_kill_9_at_a_random_moment_of_a_save_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
     """More of them by hand: python -m tests.controller.checkpoint_kills --count 100"""

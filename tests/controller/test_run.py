@@ -20,7 +20,8 @@ def when(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it did not come to pass within {within_s:g} s")
         threading.Event().wait(0.01)
 
 

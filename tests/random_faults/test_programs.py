@@ -24,8 +24,12 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
+@pytest.mark.numbers
 @pytest.mark.timeout(400)  # several programs, each with a deadline of its own that tells more
 @pytest.mark.parametrize("kind", SEEDS)
 def test_after_a_fault_the_next_numbers_are_right_or_the_mesh_has_said_what_is_lost(kind: str, runner: Runner) -> None:
     failures = [(seed, verdict.failure) for seed in SEEDS[kind] if (verdict := runner.run(kind, seed)).failure]
-    assert not failures, "\n\n".join(f"seed {seed}: {failure}" for seed, failure in failures)
+    shown = "\n\n".join(f"seed {seed}: {failure}" for seed, failure in failures)
+    assert not any(failure.startswith("WrongResult") for _, failure in failures), shown
+    if failures:  # a program that did not end, or a mesh that could not be started
+        pytest.fail(shown)

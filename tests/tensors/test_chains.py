@@ -13,6 +13,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from tests.tensors.chains import Chain, check, generate_chain
 
+pytestmark = pytest.mark.numbers
+
 # Each was wrong, or did not end, before.
 TWO_RANKS: dict[str, Chain] = {
     "truth values in parts": [

@@ -14,6 +14,8 @@ from meshbook.tensors.creation import distribute
 from meshbook.tensors.remote import RemoteTensor
 from tests.tensors.operations import OPERATIONS, Operation
 
+pytestmark = pytest.mark.numbers
+
 R = Replicate()
 LAYOUTS: dict[str, tuple[Any, ...]] = {
     "whole": (R,),

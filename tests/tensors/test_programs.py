@@ -17,6 +17,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
+pytestmark = pytest.mark.numbers
+
 
 def loss_of(parameters: Any, model: Any, x: Any) -> Any:
     return func.functional_call(model, parameters, (x,)).square().sum()

@@ -26,6 +26,8 @@ from tests.controller.test_run import when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
 from tests.tensors.test_heal import DIE_AT
 
+pytestmark = pytest.mark.numbers
+
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
