@@ -50,7 +50,8 @@ class Buffer:
                 await weights.read_into(self.model.fc.weight.data)
 
     Access is one-sided: it reads the current content, even in the middle of the owner's `optimizer.step()`. The program
-    decides by messages when to read.
+    decides by messages when to read: after an owner's answer, message or cell a copy has what the owner had enqueued on
+    its GPU until then, on the stream that was current.
 
     The buffer can be read as long as its owner holds the tensor or this object. It costs one file descriptor per
     storage, however many buffers of that storage exist.
@@ -196,7 +197,7 @@ class Buffer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self._region, Region):
-            cuda.about_to_send(self._region)
+            cuda.record_enqueued()  # it may also leave by other ways than a message between actors
         return _rebuild_buffer, (self._region, self._layout)
 
     def __repr__(self) -> str:

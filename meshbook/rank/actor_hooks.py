@@ -33,6 +33,13 @@ def end_actors() -> None:
         actors.end_actors()
 
 
+def call_ended() -> None:
+    """Tell the rank's actors that a cell or another call has ended. Main thread."""
+    actors = _imported()
+    if actors is not None:
+        actors.call_ended()
+
+
 def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:
     """Return the endpoints that the rank's actors are executing."""
     actors = _imported()

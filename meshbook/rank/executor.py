@@ -16,7 +16,7 @@ import zmq
 
 from meshbook.clock import monotonic, perf_counter
 from meshbook.ids import CallId
-from meshbook.rank import limits
+from meshbook.rank import actor_hooks, limits
 from meshbook.rank.call_state import CallState
 from meshbook.rank.cells import tracebacks
 from meshbook.rank.cells.code_runner import CellRun, CodeRunner
@@ -132,6 +132,7 @@ class Executor:
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
         if outcome.status == "interrupted" and torch is not None:
             torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
+        actor_hooks.call_ended()
         seconds = perf_counter() - started
         self._reporter.may_have_sent = False
         try:

@@ -45,6 +45,22 @@ class Owner(Actor):
         return self.buffer
 
     @endpoint
+    def fill_again(self, value: float) -> None:
+        """Enqueue a change of what others can read already, and answer before it has run, without the buffer."""
+        torch.cuda._sleep(500_000_000)
+        self.held.fill_(value)
+
+    @endpoint
+    def fill_on_two_streams(self, value: float) -> None:
+        """Enqueue the change of one half behind a slow kernel on another stream, and of the other half on this one."""
+        half = len(self.held) // 2
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(500_000_000)
+            self.held[half:].fill_(value)
+            Buffer(self.held)
+        self.held[:half].fill_(value)
+
+    @endpoint
     def ends(self) -> list[float]:
         return [self.held[0].item(), self.held[-1].item()]
 
@@ -138,6 +154,30 @@ def test_a_reader_waits_on_the_device_for_what_its_owner_had_enqueued(owner: Any
     assert last(reader, "read", first(owner, "fill", 1.0, slowly=True)) == (True, 1.0, "cuda ipc")
     assert last(reader, "read", first(owner, "fill", 2.0, slowly=True)) == (True, 2.0, "cuda ipc")
     assert last(reader, "read", first(owner, "send_again", 3.0)) == (True, 3.0, "cuda ipc")
+
+
+def test_a_reader_waits_for_what_the_owner_had_enqueued_when_it_answered(owner: Any, reader: Any) -> None:
+    buffer = first(owner, "fill", 1.0)
+    assert last(reader, "read", buffer) == (True, 1.0, "cuda ipc")
+    first(owner, "fill_again", 2.0)
+    assert last(reader, "read", buffer) == (True, 2.0, "cuda ipc")
+    first(owner, "fill_again", 3.0)
+    assert last(reader, "read_to_cpu", buffer) == [3.0, 3.0]
+    first(owner, "fill_on_two_streams", 4.0)
+    assert last(reader, "read", buffer) == (True, 4.0, "cuda ipc")
+
+
+def test_a_reader_in_the_owners_process_waits_too_if_it_reads_to_the_cpu(owner: Any, reader: Any) -> None:
+    buffer = first(owner, "fill", 5.0)
+    first(owner, "fill_again", 6.0)
+    assert first(reader, "read_to_cpu", buffer) == [6.0, 6.0]
+
+
+def test_a_reader_waits_for_what_a_cell_had_enqueued_when_it_ended(mesh: Any, reader: Any) -> None:
+    mesh.run("x = torch.zeros(1 << 20, device=device); buffer = __import__('meshbook').Buffer(x)", ranks=0)
+    buffer = mesh.pull("buffer", ranks=0)[0]
+    mesh.run("torch.cuda._sleep(500_000_000); _ = x.fill_(7)", ranks=0)
+    assert last(reader, "read_to_cpu", buffer) == [7.0, 7.0]
 
 
 def test_a_copy_comes_after_what_the_reader_had_enqueued_on_its_stream(owner: Any, reader: Any) -> None:

@@ -184,6 +184,14 @@ def test_collectives_of_ranks_that_share_a_gpu_take_cuda_tensors(sharing: Mesh) 
     assert values(sharing, source) == dict.fromkeys((0, 1), ([3.0] * 4, [3.0, 6.0], [1.0] * 2, "cuda:0"))
 
 
+def test_ranks_that_share_a_gpu_send_each_other_cuda_tensors(sharing: Mesh) -> None:
+    source = "x = torch.full((3,), rank + 1.0, device=device); got = torch.zeros_like(x)\n"
+    source += "ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]\n"
+    source += "for work in dist.batch_isend_irecv(ops): work.wait()\n"
+    source += "(got.tolist(), str(got.device))"
+    assert values(sharing, source) == {0: ([2.0] * 3, "cuda:0"), 1: ([1.0] * 3, "cuda:0")}
+
+
 def test_ddp_trains_on_ranks_that_share_a_gpu(sharing: Mesh) -> None:
     source = "from torch.nn.parallel import DistributedDataParallel\ntorch.manual_seed(0)\n"
     source += "model = DistributedDataParallel(torch.nn.Linear(4, 4).to(device))\n"

@@ -237,3 +237,48 @@ def test_modules_for_which_torch_has_kernels_by_device(mesh: Mesh, name: str, tr
         wanted.square().sum().backward()
         for own, other in zip(remote.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-3)
+
+
+class CpuOnly:
+    """gloo's group, which on a GPU fails with the address of a tensor that is not in the CPU's memory."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        if name not in ("send", "recv", "recv_anysource"):
+            return method
+
+        def checked(tensors: list[torch.Tensor], *args: Any) -> Any:
+            if not all(tensor.is_cpu for tensor in tensors):
+                raise RuntimeError("Bad address")
+            return method(tensors, *args)
+
+        return checked
+
+
+def exchange() -> tuple[list[float], list[float], int]:
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    real, rank = world.inner, dist.get_rank()
+    world.replace_inner(CpuOnly(real))
+    try:
+        x = torch.full((3,), rank + 1.0).to("mock")
+        got, from_any = torch.zeros(3).to("mock"), torch.zeros(3).to("mock")
+        works: list[Any] = [dist.isend(x, 1 - rank), dist.irecv(got, 1 - rank)]
+        for work in works:
+            work.wait()
+        if rank == 0:
+            sender = dist.recv(from_any)
+        else:
+            dist.send(x * 10, 0)
+            sender = -1
+    finally:
+        world.replace_inner(real)
+    return got.cpu().tolist(), from_any.cpu().tolist(), sender
+
+
+def test_tensors_of_a_device_are_sent_and_received_on_gloo_which_knows_the_cpu_only(mesh: Mesh) -> None:
+    assert per_rank(mesh, exchange) == [([2.0] * 3, [20.0] * 3, 1), ([1.0] * 3, [0.0] * 3, -1)]

@@ -1,8 +1,9 @@
 """Read and write CUDA tensors of other processes of this machine, by CUDA IPC.
 
-A message may arrive before the kernels that its sender had enqueued have run. So the owner records an event when a
-buffer is made and each time it is sent, and a copy waits for it on the device. In the copying process, a copy comes
-after what the calling thread had enqueued for its own tensor.
+A message may arrive before the kernels that its sender had enqueued have run. So an owner records an event of its
+device with each message that it sends and at the end of each call of its rank, and a copy waits for it on the device:
+what a thread had enqueued before it sent anything is read. In the copying process, a copy comes after what the calling
+thread had enqueued for its own tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.actors.memory.local import LocalMemory
 from meshbook.actors.memory.sharing import published, reader
-from meshbook.actors.runtime import rank_hooks
+from meshbook.actors.runtime import payloads, rank_hooks
 from meshbook.errors import TransferError
 from meshbook.wire.regions import Region
 
@@ -34,7 +35,7 @@ class CudaRegion(NamedTuple):
     marker: Region
     handle: tuple[Any, ...]
     offset: int  # bytes in the storage
-    event: bytes  # of what the owner had enqueued when it sent the buffer
+    event: bytes  # of what the owner has enqueued on the device
 
 
 class _Shared:
@@ -54,17 +55,44 @@ class _Shared:
         _counter_files.add(os.fsdecode(counter_file))
         torch.UntypedStorage._release_ipc_counter_cuda(counter_file, counter_offset)
         self.storage = weakref.ref(storage)
-        self.device = storage.device
-        event_class: Any = torch.cuda.Event
-        self._event = event_class(interprocess=True)
-        self.record()
-        self.event_handle: bytes = self._event.ipc_handle()
+        enqueued = _enqueued.get(storage.device)
+        if enqueued is None:
+            enqueued = _enqueued[storage.device] = _Enqueued(storage.device)
+            if record_enqueued not in payloads.handover_callbacks:
+                payloads.handover_callbacks.append(record_enqueued)
+        self.enqueued = enqueued
 
-    def record(self) -> None:
-        """Have later copies wait for what the calling thread has enqueued until now."""
+
+class _Enqueued:
+    """What this process has enqueued on a device. One event for all buffers: readers wait for its last record."""
+
+    def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._event.record(torch.cuda.current_stream(self.device))
+        self._device = device
+        event_class: Any = torch.cuda.Event
+        self.event = event_class(interprocess=True)
+        self.event.record(torch.cuda.current_stream(device))
+        self.handle: bytes = self.event.ipc_handle()
+        self._lock = threading.Lock()
+
+    def record(self) -> None:
+        """Have later copies wait for what the calling thread has enqueued until now, and for all of before."""
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            return  # it runs when the graph is replayed
+        stream: Any = torch.cuda.current_stream(self._device)
+        with self._lock:
+            stream.wait_event(self.event)  # perhaps of another stream
+            self.event.record(stream)
+
+
+def record_enqueued() -> None:
+    """Have later copies wait for what the calling thread has enqueued until now. Does not block, nor raise."""
+    for enqueued in list(_enqueued.values()):
+        with contextlib.suppress(RuntimeError):  # the context is dead, which whoever reads learns
+            enqueued.record()
 
 
 class _Opened:
@@ -75,14 +103,19 @@ class _Opened:
 
         torch.cuda.init()  # type: ignore[no-untyped-call]  # else opening it is a segmentation fault
         self.storage = torch.UntypedStorage._new_shared_cuda(*region.handle)
-        event_class: Any = torch.cuda.Event
-        self.event = event_class.from_ipc_handle(self.storage.device, region.event)
+        self.event = _events.get((region.pid, region.event))
+        if self.event is None:
+            event_class: Any = torch.cuda.Event
+            self.event = event_class.from_ipc_handle(self.storage.device, region.event)
+            _events[region.pid, region.event] = self.event
 
 
 _lock = threading.Lock()
 _shared: dict[int, _Shared] = {}  # by address of the storage object
 _by_marker: dict[Region, _Shared] = {}
+_enqueued: dict[Any, _Enqueued] = {}  # by device
 _opened: dict[tuple[int, tuple[Any, ...]], _Opened] = {}  # by process and handle
+_events: weakref.WeakValueDictionary[tuple[int, bytes], Any] = weakref.WeakValueDictionary()  # by process and handle
 _counter_files: set[str] = set()  # shared memory of torch's counts
 
 
@@ -92,7 +125,9 @@ def _reset_after_fork() -> None:
     _lock = threading.Lock()
     _shared.clear()
     _by_marker.clear()
+    _enqueued.clear()
     _opened.clear()
+    _events.clear()
     _counter_files.clear()
 
 
@@ -121,12 +156,11 @@ def publish_cuda(tensor: torch.Tensor) -> CudaRegion:
         if shared is None or shared.storage() is not storage:
             shared = _shared[key] = _Shared(storage)
             weakref.finalize(storage, _forget, key, shared).atexit = False
-        else:
-            shared.record()
+    shared.enqueued.record()
     marker = published.publish_token(storage)
     _by_marker[marker] = shared
     offset = int(tensor.storage_offset()) * tensor.element_size()
-    return CudaRegion(os.getpid(), marker, shared.handle, offset, shared.event_handle)
+    return CudaRegion(os.getpid(), marker, shared.handle, offset, shared.enqueued.handle)
 
 
 def _forget(key: int, shared: _Shared) -> None:
@@ -134,13 +168,6 @@ def _forget(key: int, shared: _Shared) -> None:
         del _shared[key]
     for marker in [marker for marker, other in list(_by_marker.items()) if other is shared]:
         _by_marker.pop(marker, None)
-
-
-def about_to_send(region: CudaRegion) -> None:
-    """Have readers of a message wait for what the calling thread has enqueued until now."""
-    shared = _by_marker.get(region.marker) if region.pid == os.getpid() else None
-    if shared is not None:
-        shared.record()
 
 
 def enqueued_for(memory: LocalMemory) -> Any:
@@ -161,8 +188,8 @@ def copy_cuda(region: CudaRegion, memory: LocalMemory, after: Any, *, reading: b
         with reader.map_region(region.marker):
             shared = _by_marker.get(region.marker) if region.pid == os.getpid() else None
             storage = None if shared is None else shared.storage()
-            if storage is not None:  # this process's own
-                _copy(storage, region, memory, (after,), reading=reading)
+            if shared is not None and storage is not None:  # this process's own
+                _copy(storage, region, memory, (shared.enqueued.event, after), reading=reading)
                 return
             opened = _opened.get(key)
             if opened is None:

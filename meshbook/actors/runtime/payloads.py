@@ -18,6 +18,10 @@ _PLAIN_BYTES = 32 << 10  # maximum size of text or bytes in a plain pickle; larg
 _PLAIN_ITEMS = 64
 _SCALAR_TYPES = frozenset({int, float, str, bytes, bool, type(None), complex})
 
+# Called before a message is packed, and at the end of a call of a rank, on the thread that has done the work: what it
+# leaves for others to read in memory that they share is to be ready for them. Do not block, nor raise.
+handover_callbacks: list[Callable[[], None]] = []
+
 PICKLED_NONE = pickle.dumps(None, 5)
 PICKLED_NO_ARGUMENTS = pickle.dumps(((), {}), 5)
 
@@ -40,6 +44,12 @@ def _subtract_items(value: Any, left: int) -> int:
                 return -1
         return left - 1
     return -1
+
+
+def hand_over() -> None:
+    """Others are about to hear from this thread: call the callbacks."""
+    for callback in handover_callbacks:
+        callback()
 
 
 class PendingPayload:
@@ -87,6 +97,7 @@ class PayloadCodec:
         Raises:
             TransferError: it cannot be pickled; the message names the part.
         """
+        hand_over()
         if _subtract_items(value, _PLAIN_ITEMS) >= 0:
             return pickle.dumps(value, 5), None
         readers = [peer.id for peer in peers]
@@ -101,6 +112,7 @@ class PayloadCodec:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Sequence[Any], *, persistent_id: Any = None
     ) -> tuple[bytes | None, messages.Payload | None]:
         if not args and not kwargs:
+            hand_over()
             return PICKLED_NO_ARGUMENTS, None
         return self.pack((args, kwargs), peers, name=("args", "kwargs"), persistent_id=persistent_id)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshbook.actors.runtime import object_paths
+from meshbook.actors.runtime import object_paths, payloads
 from meshbook.actors.runtime.recording import MessageRecorder, recording
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import has_local_transport
@@ -37,6 +37,11 @@ def enable_actors(
 def record_messages(recorder: MessageRecorder | None) -> None:
     """Have the messages of this process's actors noted, also of actors to come; None: no longer."""
     recording.recorder = recorder
+
+
+def call_ended() -> None:
+    """A call of the rank has ended: what it has left in shared memory may be read now."""
+    payloads.hand_over()
 
 
 def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 from meshbook.ids import name_ranks
-from meshbook.rank.process_groups import coalesced
+from meshbook.rank.process_groups import coalesced, staged
 from meshbook.rank.process_groups.backends import BackendHandle
 from meshbook.rank.process_groups.collectives import COLLECTIVES, OPTION_TYPES, POINT_TO_POINT, inputs_and_options
 from meshbook.rank.process_groups.cuda import finish_on_stream, prepare_queries
@@ -296,7 +296,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
     op, input_index = COLLECTIVES[method]
     has_peer = method in ("send", "recv")  # the peer is the second argument, as a rank in the group
     in_slices = method not in POINT_TO_POINT
-    on_gloo = coalesced.ON_GLOO.get(method)
+    on_gloo = coalesced.ON_GLOO.get(method) or staged.ON_GLOO.get(method)
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         # Every collective of a training step runs these lines: one helper, the others are called in rare cases only.
