@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.budget import WAIT_S
 from tests.cluster.bed import Bed, why_no_bed, why_no_slurm
 from tests.cluster.ray_bed import RayOnBed
 from tests.gate import Gate
@@ -200,7 +201,7 @@ def fork_server(folder: Path) -> Iterator[None]:
         yield
         del os.environ[FORK_SERVER_VARIABLE]
     server.kill()  # it may still import torch
-    server.wait(30)
+    server.wait(WAIT_S)
 
 
 def isolate(run: Run) -> None:

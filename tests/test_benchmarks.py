@@ -15,6 +15,7 @@ import pytest
 from benchmarks.faulty_training import RANKS, WARM_UP_STEPS, Course, Kill, Reporter, Seen, Watch, course_of, schedule
 from benchmarks.report import Report, figure, verdict
 from benchmarks.workbench import take_turns
+from tests.budget import WAIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -186,9 +187,9 @@ def test_the_rank_whose_turn_it_is_is_killed_once_halfway_through_its_step(tmp_p
     )
     with Watch(tmp_path, [Kill(step=1, rank=2)], last_step=1) as watch:
         with subprocess.Popen([sys.executable, "-c", source, watch.path], cwd=ROOT, stdin=subprocess.PIPE) as process:
-            assert process.wait(60) == -signal.SIGKILL
+            assert process.wait(WAIT_S) == -signal.SIGKILL
         for rank, what, step in ((2, "halfway", 2), (0, "ended", 1)):
             with closing(Reporter(watch.path, rank)) as reporter:
                 reporter.report(what, step)
-        assert watch.over.wait(60)
+        assert watch.over.wait(WAIT_S)
     assert [rank for _, rank in watch.killed] == [2]

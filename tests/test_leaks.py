@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 
+from tests.budget import WAIT_S
 from tests.leaks import MARKER, SHARED_MEMORY, Run
 
 # Forks twice and leaves its session, as a daemon does, says its pid, and lives until its standard input ends.
@@ -59,7 +60,7 @@ def daemon(run: Run, **environment: str) -> Iterator[tuple[int, IO[str]]]:
         assert parent.stdin is not None
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        parent.wait(30)  # the daemon is on its own now
+        parent.wait(WAIT_S)  # the daemon is on its own now
         yield pid, parent.stdout
         parent.stdin.close()
         assert parent.stdout.read() == ""

@@ -30,10 +30,11 @@ connect = pytest.importorskip("websockets.sync.client").connect
 from meshbook import list_meshes  # noqa: E402  (marimo decides whether there is anything to test)
 from meshbook.marimo import page  # noqa: E402
 from meshbook.marimo.executor import is_marked  # noqa: E402
+from tests.budget import WAIT_S  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "notebooks" / "quickstart_marimo.py"
-TIMEOUT_S = 60.0
+TIMEOUT_S = WAIT_S
 
 # What an installed Meshbook has in its metadata: how marimo finds the executor.
 _ENTRY_POINTS = "[marimo.cell.executor]\nmeshbook = meshbook.marimo.executor:MeshExecutor\n"
@@ -291,7 +292,7 @@ class Server:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        self._process.wait(WAIT_S)
         self._log.close()
 
 
@@ -394,7 +395,7 @@ class Page:
 
     def close(self) -> None:
         self._ends.close()
-        self._listener.join(30)
+        self._listener.join(WAIT_S)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshbook.actors.procs import ProcMesh, this_host
+from tests.budget import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -14,4 +15,4 @@ def procs() -> Iterator[ProcMesh]:
     """Three light processes along the axis `gpus`."""
     started = this_host().spawn_procs({"gpus": 3}, name="shared")
     yield started
-    started.stop().get(30)
+    started.stop().get(WAIT_S)

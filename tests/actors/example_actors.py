@@ -13,6 +13,7 @@ from typing import Any
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.runtime import futures
 from meshbook.actors.runtime.context import context, current_rank, current_size
+from tests.budget import WAIT_S
 
 
 def open_gate(actor: Any) -> None:
@@ -91,7 +92,7 @@ class Counter(Actor):
     @endpoint
     def hold(self) -> None:
         """Until the gate is set, from beside."""
-        self.gate.wait(20)
+        self.gate.wait(WAIT_S)
         self.gate.clear()
 
     @endpoint
@@ -108,11 +109,11 @@ class Counter(Actor):
 
     @endpoint
     def hold_or_spin(self, hold: bool) -> str | None:
-        return self.gate.wait(20) and None if hold else self.spin()
+        return self.gate.wait(WAIT_S) and None if hold else self.spin()
 
     @endpoint
     def wait_for(self, other: Any) -> Any:
-        return other.spin.call_one().get(20)
+        return other.spin.call_one().get(WAIT_S)
 
     @endpoint
     def die(self, only: int | None = None) -> None:
@@ -139,12 +140,12 @@ class Counter(Actor):
     @endpoint
     def total(self, other: Any) -> int:
         """Asks another mesh of actors, by a sync call."""
-        return sum(other.add.call(0).get(20).values())
+        return sum(other.add.call(0).get(WAIT_S).values())
 
     @endpoint
     def ask_self(self, me: Any) -> str:
         try:
-            return str(me.add.call().get(5))
+            return str(me.add.call().get(WAIT_S))
         except RuntimeError as error:
             return str(error)
 
@@ -185,7 +186,7 @@ class Gate(Actor):
     @endpoint
     async def ask_wrongly(self, other: Any) -> str:
         try:
-            other.sleep.call(0.05).get(20)
+            other.sleep.call(0.05).get(WAIT_S)
         except RuntimeError as error:
             return str(error)
         return "it waited"
@@ -213,7 +214,7 @@ class ParentActor(Actor):
 
     @endpoint
     def ask(self) -> list[int]:
-        return list(self.children.add.call().get(20).values())
+        return list(self.children.add.call().get(WAIT_S).values())
 
     @endpoint
     def lose(self, rank: int) -> None:
@@ -263,10 +264,10 @@ class SpawningActor(Actor):
         from meshbook.actors.procs import this_host, this_proc
 
         procs = this_host().spawn_procs({"n": 2}, name="colony")
-        answers = list(procs.spawn("settlers", Counter).add.call(3).get(20).values())
-        procs.stop().get(20)
+        answers = list(procs.spawn("settlers", Counter).add.call(3).get(WAIT_S).values())
+        procs.stop().get(WAIT_S)
         beside = this_proc().spawn("beside", Counter, 1)
-        return [*answers, beside.add.call_one().get(20)]
+        return [*answers, beside.add.call_one().get(WAIT_S)]
 
     @endpoint
     def fork(self) -> tuple[int, int]:

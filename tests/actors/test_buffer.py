@@ -19,9 +19,10 @@ from meshbook.actors.buffer import Buffer, RDMABuffer
 from meshbook.errors import TransferError
 from meshbook.host.shared_files import unlink_shared_files
 from meshbook.wire.regions import RegionPublisher, create_memory_file
+from tests.budget import WAIT_S
 from tests.wire.other_process import OtherProcess
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = WAIT_S
 
 OWNER = """
 import torch

@@ -25,8 +25,7 @@ from meshbook.actors.shape import Point
 from meshbook.actors.values import Accumulator
 from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.example_actors import CleanupActor, Counter, Gate, SpawningActor, open_gate
-
-WAIT_S = 40
+from tests.budget import WAIT_S
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,8 @@ from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
 from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
+from tests.budget import WAIT_S
 
-WAIT_S = 40
 LARGE_BYTES = 1 << 20
 
 started = threading.Event()
@@ -105,7 +105,7 @@ def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
     for _ in range(100):
         tidy.add.broadcast()
     open_call, stuck = waiting.forever.call(), spinning.spin.call()
-    mine.stop().get(30)
+    mine.stop().get(WAIT_S)
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said == {
         f"{name}.{rank}": f"{100 if name == 'working' else 0}, None"
@@ -502,7 +502,7 @@ def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(monkeypatc
         SupervisionError, match=r"has ended with its mesh: its supervisor \(pid \d+\) has ended; create"
     ):
         counters.add.call_one().get(WAIT_S)
-    procs.stop().get(30)
+    procs.stop().get(WAIT_S)
 
 
 def test_that_memory_ran_out_is_part_of_how_a_process_has_ended() -> None:

@@ -20,9 +20,8 @@ from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
 from meshbook.actors.runtime.transport import local_transport
 from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActor
+from tests.budget import WAIT_S
 from tests.standstill import stopped
-
-WAIT_S = 40
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def doomed() -> Iterator[ProcMesh]:
     """Processes of a test's own, to be killed."""
     started = this_host().spawn_procs({"gpus": 3}, name="doomed")
     yield started
-    started.stop().get(30)
+    started.stop().get(WAIT_S)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_stopped_processes_are_no_failure(unhandled: list[MeshFailure]) -> None:
     started = this_host().spawn_procs({"gpus": 2})
     counters = started.spawn("counters", Counter)
     waiting = counters.sleep.call(60)
-    started.stop().get(30)
+    started.stop().get(WAIT_S)
     with pytest.raises(SupervisionError):
         waiting.get(WAIT_S)
     with pytest.raises(ActorStopped, match="the processes of 'counters' were stopped"):

@@ -25,8 +25,7 @@ from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
-
-WAIT_S = 40
+from tests.budget import WAIT_S
 
 
 @pytest.fixture
@@ -84,13 +83,13 @@ def test_processes_that_have_ended_leave_nothing_of_their_actors(
     for procs in (stopped, killed):
         counters = procs.spawn("counters", Counter)
         pids = [found[3] for found in counters.where.call().get(WAIT_S).values()]
-    stopped.stop().get(30)
+    stopped.stop().get(WAIT_S)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(SupervisionError):
         counters.add.call().get(WAIT_S)
     _until(lambda: _kept(alive) == before and len(heard) == 2)
-    killed.stop().get(30)
+    killed.stop().get(WAIT_S)
 
 
 def test_what_is_remembered_of_ended_processes_and_failures_has_an_end() -> None:

@@ -19,8 +19,7 @@ from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import MeshFailure
 from meshbook.errors import MeshNameError
 from tests.actors.example_actors import Counter
-
-WAIT_S = 40
+from tests.budget import WAIT_S
 
 # A class of its own, as a notebook's cell defines one, and actors on all ranks and on one.
 PROGRAM = """
@@ -97,4 +96,4 @@ def test_actors_whose_owner_lives_are_found_and_stay_its_own(left: Any) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program), mesh]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "5 0\n", done.stderr
-    procs.stop().get(30)
+    procs.stop().get(WAIT_S)

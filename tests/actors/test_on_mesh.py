@@ -21,8 +21,7 @@ from meshbook.actors.state import ActorState
 from meshbook.controller.background_output import background_output_of
 from meshbook.errors import TransferError
 from tests.actors.example_actors import Counter, open_gate, send_sigint_when
-
-WAIT_S = 40
+from tests.budget import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +220,8 @@ def test_meshes_of_different_sizes_live_side_by_side_and_talk(mesh: Any, counter
         assert handed[0].spawn("late", Counter, 7).add.call().get(WAIT_S).item(a=0, b=1) == 8
         assert len(handed[1].call(0).get(WAIT_S)) == 3
     finally:
-        one.stop().get(30)
-        three.stop().get(30)
+        one.stop().get(WAIT_S)
+        three.stop().get(WAIT_S)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

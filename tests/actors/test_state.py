@@ -17,8 +17,9 @@ from meshbook.actor import Actor, ActorError, ActorMesh, ProcMesh, ValueMesh, cu
 from meshbook.actors import cells, listing, lookup, redefine
 from meshbook.actors.procs import list_actors
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
+from tests.budget import WAIT_S
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = WAIT_S
 
 
 class Trainer(Actor):

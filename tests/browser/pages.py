@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 
+from tests.budget import WAIT_S
 from tests.kernel.frontend import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 # Seconds that a page is given to show what it is to show. All but the first page take far less on a quiet machine.
-TIMEOUT_S = 60.0
+TIMEOUT_S = WAIT_S
 # Seconds that a server is given to end its kernels and then itself.
-END_S = 60.0
+END_S = WAIT_S
 
 # What a newcomer is asked and told first, and limits that a loaded machine does not keep.
 _LAB_SETTINGS: dict[str, dict[str, Any]] = {

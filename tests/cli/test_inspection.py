@@ -16,6 +16,7 @@ import pytest
 
 from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import wait_until
 
@@ -31,7 +32,7 @@ def mesh(run: object) -> Iterator[Mesh]:
             wait_until(lambda: "line 4" in mesh.why().text, 60)
             yield mesh
             future.interrupt()
-            future.exception(60)
+            future.exception(WAIT_S)
     finally:
         del os.environ["MESHBOOK_STALL_S"]
 
@@ -73,7 +74,7 @@ def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
             wait_until(lambda: has_shown("41"), 60, shown)
             os.write(ours, b"c\n")
             wait_until(lambda: has_shown("goes on"), 60, shown)
-            assert debug.wait(60) == 0
+            assert debug.wait(WAIT_S) == 0
     finally:
         os.close(ours)
         os.close(theirs)
@@ -95,7 +96,7 @@ def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
             name, address = top.stdout.readline().split()
             page = urllib.request.urlopen(address, timeout=60).read().decode()
             top.send_signal(signal.SIGINT)
-            assert top.wait(60) == 130
+            assert top.wait(WAIT_S) == 130
         finally:
             top.kill()
     assert name == "hanging:"
@@ -111,7 +112,7 @@ def test_the_page_of_a_mesh_ends_with_the_mesh() -> None:
                 assert select.select([top.stdout], [], [], 60)[0]
                 assert top.stdout.readline().startswith("short: http://127.0.0.1:")
                 short.stop()
-                assert top.wait(60) == 0
+                assert top.wait(WAIT_S) == 0
             finally:
                 top.kill()
 

@@ -16,6 +16,7 @@ import meshbook as package
 from meshbook import create_mesh, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.wire import keys
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import has_exited, wait_until
 from tests.ptrace import ptrace_stopped
@@ -84,7 +85,7 @@ def test_status_shows_the_running_cell_and_its_line(mesh: Mesh) -> None:
             pytest.fail(meshbook("status").out)
     finally:
         future.interrupt()
-        future.exception(30)
+        future.exception(WAIT_S)
 
 
 def test_an_unknown_name_is_answered_with_those_that_run(mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import pytest
 from meshbook import create_mesh
 from meshbook.cli.main import main
 from meshbook.controller.mesh import Mesh
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
 
@@ -70,7 +71,7 @@ def test_logs_are_followed_until_ctrl_c(mesh: Mesh) -> None:
     mesh.run("if rank == 0: print('loss=inf')", echo=False)
     assert json.loads(process.stdout.readline())["text"] == "loss=inf"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "")
+    assert process.communicate(timeout=WAIT_S) == ("", "")
     assert process.returncode == 130
 
 
@@ -80,7 +81,7 @@ def test_history_hosts_and_checkpoints(mesh: Mesh, typed: Callable[..., Typed], 
     assert "loss=nan" in typed("history", "--cell", "1").out
     assert [host["ranks"] for host in as_json(typed("hosts", "--json"))] == [[0, 1]]
     assert "Mesh said: 1 machine." in typed("hosts").out
-    mesh.checkpoint(str(tmp_path), "x", step=7).result(60)
+    mesh.checkpoint(str(tmp_path), "x", step=7).result(WAIT_S)
     (found,) = as_json(typed("checkpoints", str(tmp_path), "--json"))
     assert (found["folder"], found["step"], found["names"]) == (str(tmp_path / "step-00000007"), 7, ["x"])
     assert "1 checkpoint" in typed("checkpoints", str(tmp_path)).out

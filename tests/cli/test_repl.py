@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshbook import create_mesh
+from tests.budget import WAIT_S
 from tests.cli.commands import CommandResult, meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
@@ -113,7 +114,7 @@ def terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         yield process, ours
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(WAIT_S)
         os.close(ours)
 
 
@@ -139,7 +140,7 @@ def test_control_c_stops_the_ranks_and_the_next_cell_works(run: object) -> None:
         os.write(tty, b"rank * 3\n")
         assert "[1] 3" in strip_ansi(read_until(tty, "In [3]: "))
         os.write(tty, b"exit\n")
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
@@ -150,4 +151,4 @@ def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
         assert found is not None
         process.send_signal(signal.SIGHUP)
         wait_until(lambda: has_exited(int(found[1])), 30, "the end of the rank")
-        assert process.wait(60) == 128 + signal.SIGHUP
+        assert process.wait(WAIT_S) == 128 + signal.SIGHUP

@@ -15,6 +15,7 @@ import pytest
 from nbformat import NotebookNode, v4
 
 from meshbook.cli.run import notebook_of
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import shows
 
@@ -121,7 +122,7 @@ def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, nu
         if line.strip().endswith("begun"):  # of both ranks, or of one that is a little ahead
             break
     running.send_signal(number)
-    out, err = running.communicate(timeout=90)
+    out, err = running.communicate(timeout=WAIT_S)
     assert running.returncode == 130
     assert err == "interrupted\n"
     assert "never" not in out

@@ -25,6 +25,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.budget import WAIT_S
+
 NETWORK = "10.77.0"
 ROOT = Path(__file__).resolve().parent.parent.parent
 _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "ssh", "ssh-keygen", "/usr/sbin/sshd")
@@ -142,7 +144,7 @@ class Bed:
         """All processes of a machine end at once; others hear of it from the system."""
         self.thaw(name)
         os.kill(self._pids.pop(name), signal.SIGKILL)
-        self._machines.pop(name).wait(30)
+        self._machines.pop(name).wait(WAIT_S)
 
     def cut(self, name: str) -> None:
         """The switch drops all that goes to a machine or comes from it."""

@@ -16,6 +16,7 @@ import numpy as np
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
+from tests.budget import WAIT_S
 from tests.cluster.bed import NETWORK, Bed, why_no_bed, why_no_slurm
 from tests.cluster.ray_bed import RayOnBed
 
@@ -48,7 +49,7 @@ def plain_tcp(bed: Bed) -> float:
     """Return the seconds that 64 MiB take from one machine to the other, plainly, in a Python program."""
     server = subprocess.Popen(["nsenter", "-t", str(bed.pid("n2")), "-n", sys.executable, "-c", _SERVER])
     seconds = float(bed.run("n1", sys.executable, "-c", _CLIENT))
-    server.wait(10)
+    server.wait(WAIT_S)
     return seconds
 
 
@@ -106,7 +107,7 @@ def measure(bed: Bed) -> None:
         time.sleep(1)
         bed.power_off("n2")
         begun = time.perf_counter()
-        assert isinstance(future.exception(30), RankLost)
+        assert isinstance(future.exception(WAIT_S), RankLost)
         print(f"a machine without power is named after {time.perf_counter() - begun:.1f} s")
         begun = time.perf_counter()
         mesh.stop()

@@ -14,6 +14,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost
+from tests.budget import WAIT_S
 from tests.cluster.bed import Bed
 from tests.controller.test_run import when
 
@@ -94,7 +95,7 @@ def test_a_machine_that_stands_still_for_a_moment_keeps_its_ranks_and_a_stop_doe
             when(lambda: any("did not come back from Stop: machine n2 has not answered for" in text for text in said))
         finally:
             bed.thaw("n2")
-        future.result(60.0)  # the Stop has come to n2
+        future.result(WAIT_S)  # the Stop has come to n2
         assert dict(mesh.run("x").values) == {0: 10, 1: 11}
         assert [host.state for host in mesh.hosts()] == ["ready", "ready"]
 

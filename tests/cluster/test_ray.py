@@ -15,6 +15,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost, StartError
+from tests.budget import WAIT_S
 from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
 from tests.controller.test_run import when
@@ -88,7 +89,7 @@ def test_a_lost_host_is_healed_on_its_node_and_another_mesh_does_not_notice(ray_
         victim = next(host for host in mesh.hosts() if 1 in host.ranks).name
         newest = max(pids(ray_cluster, victim, "-P -m meshbook.host.remote"))
         os.kill(newest, signal.SIGKILL)
-        error = future.exception(60)
+        error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert error.ranks == (1,)
         assert f"machine {victim} has lost its host process" in str(error)
@@ -104,7 +105,7 @@ def test_a_node_without_power_is_named_and_healed_when_it_is_back(ray_cluster: R
         future = begin_to_sleep(mesh)
         ray_cluster.bed.power_off("n2")
         try:
-            error = future.exception(60)
+            error = future.exception(WAIT_S)
         finally:
             ray_cluster.bed.power_on("n2")
             ray_cluster.start_node("n2")
@@ -122,7 +123,7 @@ def test_a_mesh_whose_driver_of_ray_is_killed_says_so_and_is_healed_with_another
         (driver,) = map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split())
         future = begin_to_sleep(mesh)
         os.kill(driver, signal.SIGKILL)
-        error = future.exception(60)
+        error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert "driver of Ray has ended" in str(error)
         mesh.heal()

@@ -16,6 +16,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost, StartError
+from tests.budget import WAIT_S
 from tests.cluster.bed import Bed
 from tests.controller.test_run import when
 
@@ -110,7 +111,7 @@ def test_a_lost_host_is_healed_in_the_same_job(slurm: Bed) -> None:
         future = mesh.run("import time; time.sleep(1000)", wait=False)
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         os.kill(host_pid(slurm, "n2"), signal.SIGKILL)
-        error = future.exception(60)
+        error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert error.ranks == (1,)
         mesh.heal()
@@ -126,7 +127,7 @@ def test_two_meshes_live_side_by_side_and_one_that_is_cancelled_says_so(slurm: B
             future = one.run("import time; time.sleep(1000)", wait=False)
             when(lambda: all(rank.state == "busy" for rank in one.status().ranks))
             command("scancel", job)
-            error = future.exception(60)
+            error = future.exception(WAIT_S)
             assert "received SIGTERM" in str(error)
             assert dict(other.run("rank").values) == {0: 0, 1: 1}
 
@@ -138,7 +139,7 @@ def test_before_the_time_limit_the_mesh_is_preempted(slurm: Bed) -> None:
         future = mesh.run("import meshbook, time\nwhile not meshbook.preempted(): time.sleep(0.01)\n'safe'", wait=False)
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         command("scancel", "--signal=TERM", job)  # as --signal=TERM@60 does: to all steps
-        assert future.result(60).values.same() == "safe"
+        assert future.result(WAIT_S).values.same() == "safe"
         when(lambda: jobs() == [])  # the mesh has ended, and its job with it
 
 
@@ -166,7 +167,7 @@ def test_a_node_that_fails_is_named_and_cannot_be_had_back(slurm: Bed) -> None:
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         slurm.power_off("n2")
         try:
-            error = future.exception(60)
+            error = future.exception(WAIT_S)
             assert isinstance(error, RankLost)
             assert "machine n2 has not answered for" in str(error)
             when(lambda: command("squeue", "-h", "-j", job, "-o", "%N") == "n1", within_s=60.0)

@@ -25,6 +25,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CheckpointError, MeshbookError
 from meshbook.wire import checkpoint_folders
 from meshbook.wire.processes import forks_of
+from tests.budget import WAIT_S
 
 RANKS = 2
 STATE = """
@@ -42,7 +43,7 @@ fill(0)
 """
 CHECK = "(step, sorted({value for p in model.parameters() for value in p.full_tensor().unique().tolist()}))"
 _TOTAL_BYTES = 4 * 512 * 512 * 4
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = WAIT_S
 
 
 def kill_during_a_save(seed: int, path: Path) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
 DATA = """
@@ -103,7 +104,7 @@ def _run_and_kill(mesh: Mesh, sign: str, moments: random.Random) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(RankLost):  # else the cell had ended before
-        future.result(60)
+        future.result(WAIT_S)
     when(lambda: victim in mesh.session.lost)
 
 

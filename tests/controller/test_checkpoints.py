@@ -17,6 +17,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
+from tests.budget import WAIT_S
 from tests.controller.checkpoint_kills import kill_during_a_save
 from tests.controller.test_run import when
 from tests.gate import Gate
@@ -78,7 +79,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def save(mesh: Mesh, path: Path, *names: str, **options: Any) -> Any:
-    return mesh.checkpoint(path, *names, **options).result(60)
+    return mesh.checkpoint(path, *names, **options).result(WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +434,7 @@ def test_a_save_has_the_values_of_its_call_whatever_follows(held: Mesh, gate: Ga
     assert not opened.done()
     assert str(held.checkpoints(tmp_path / "run")).endswith("has no checkpoint yet.")
     gate.open()
-    opened.result(60)
+    opened.result(WAIT_S)
     held.run("x += 1")
     held.restore(tmp_path / "run")
     assert same(held, "x.tolist()") == [0] * 4
@@ -448,8 +449,8 @@ def test_two_saves_at_once_are_made_one_after_the_other(held: Mesh, gate: Gate, 
     when(lambda: held.status().ranks[0].state == "busy")
     assert not first.done()
     gate.open()
-    second.join(30)
-    assert first.result(60).saved_at <= seconds[0].result(30).saved_at
+    second.join(WAIT_S)
+    assert first.result(WAIT_S).saved_at <= seconds[0].result(WAIT_S).saved_at
     for step, value in ((1, 0), (2, 1)):
         held.restore(tmp_path / "run", step=step)
         assert same(held, "x.tolist()") == [value] * 4
@@ -469,10 +470,10 @@ def test_stop_ends_a_save_that_waits_for_the_one_before(held: Mesh, gate: Gate, 
     second.start()
     when(lambda: held.status().ranks[0].state == "busy")
     held.interrupt()
-    second.join(30)
+    second.join(WAIT_S)
     assert isinstance(errors[0], CellInterrupted)
     gate.open()
-    assert first.result(60).step == 1
+    assert first.result(WAIT_S).step == 1
     when(lambda: os.listdir(tmp_path / "run") == ["step-00000001"])
 
 
@@ -489,12 +490,12 @@ def test_groups_that_are_formed_anew_end_the_save_and_the_one_before_stays(tmp_p
         )
         when(lambda: all("begun" in mesh.logs(rank) for rank in range(2)))
         mesh.interrupt()
-        assert isinstance(stuck.exception(60), CellInterrupted)
+        assert isinstance(stuck.exception(WAIT_S), CellInterrupted)
         mesh.run("pass")
         assert mesh.status().group_generation == 2
         gate.open()
         with pytest.raises(CheckpointError, match=r"formed anew \(generation 2\).* was saved before is as it was"):
-            opened.result(60)
+            opened.result(WAIT_S)
         mesh.run(LET_GO)
         assert mesh.restore(tmp_path / "run").step == 1
         assert save(mesh, tmp_path / "run", "x", step=2).generation == 2
@@ -525,7 +526,7 @@ def test_a_save_that_the_mesh_did_not_survive_says_so(tmp_path: Path, gate: Gate
     opened = mesh.checkpoint(tmp_path / "run", "x", step=1)
     mesh.session.stop()
     with pytest.raises(CheckpointError, match="the mesh has ended before it was committed"):
-        opened.result(60)
+        opened.result(WAIT_S)
     assert "was thrown away" in "".join(capsys.readouterr())
     with pytest.raises(NotAttached):
         mesh.checkpoint(tmp_path / "run", "x")

@@ -18,6 +18,7 @@ from meshbook.controller import connection as connections
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.errors import NotAttached
 from meshbook.wire import codec, keys, messages, processes
+from tests.budget import WAIT_S
 
 
 class Supervisor:
@@ -39,7 +40,7 @@ class Supervisor:
         welcomer.start()
         self.line = SupervisorConnection(found, kind="script")
         self.line.listen()
-        welcomer.join(30)
+        welcomer.join(WAIT_S)
 
     def _welcome(self) -> None:
         for _ in range(2):
@@ -94,7 +95,7 @@ def test_a_call_ends_although_what_shows_its_output_fails(
         command = messages.QueryStatus(call=call)
         future = supervisor.line.request(command, on_output=show_it)
         supervisor.say(_finished(call))
-        assert future.result(30).call == call
+        assert future.result(WAIT_S).call == call
     reported = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert [line.partition(", which goes on")[0] for line in reported] == [
         "an error in Meshbook's own thread for the mesh 'm' (ValueError: I/O operation on closed file)",
@@ -107,14 +108,14 @@ def test_a_report_that_cannot_be_read_does_not_end_the_listening(supervisor: Sup
     call = supervisor.line.next_call_id()
     future = supervisor.line.request(messages.QueryStatus(call=call))
     supervisor.say(messages.CommandReply(call=call))
-    assert future.result(30).call == call
+    assert future.result(WAIT_S).call == call
 
 
 def test_one_listener_that_fails_does_not_keep_the_news_from_the_next(supervisor: Supervisor) -> None:
     heard = threading.Event()
     supervisor.line.listeners.segments_released += [lambda report: {}["x"], lambda report: heard.set()]
     supervisor.say(messages.SegmentsReleased(rank=0, segments=()))
-    assert heard.wait(30)
+    assert heard.wait(WAIT_S)
 
 
 def test_why_a_mesh_has_ended_is_known_however_late_its_last_report_arrives(
@@ -133,12 +134,12 @@ def test_why_a_mesh_has_ended_is_known_however_late_its_last_report_arrives(
         supervisor = Supervisor(tmp_path, child.pid)
         future = supervisor.line.request(messages.QueryStatus(call=supervisor.line.next_call_id()))
         child.kill()
-        assert noticed.wait(30)
+        assert noticed.wait(WAIT_S)
         with pytest.raises(TimeoutError):  # it waits for the end of the connection
             future.result(0.2)
         supervisor.say(messages.MeshStopped(reason="stopped by a notebook"))
         with pytest.raises(NotAttached, match="stopped by a notebook"):
-            future.result(30)
+            future.result(WAIT_S)
         assert not supervisor.line.ended_unexpectedly
         supervisor.close()
 
@@ -159,7 +160,7 @@ def test_a_supervisor_that_was_killed_has_no_last_report_and_is_not_waited_for(
         if not is_closed_before:
             supervisor.context.destroy(linger=0)
         with pytest.raises(NotAttached, match=r"its supervisor .* has ended"):
-            future.result(30)
+            future.result(WAIT_S)
         assert supervisor.line.ended_unexpectedly
         supervisor.close()
 
@@ -175,5 +176,5 @@ def test_without_pidfds_the_end_of_the_supervisor_is_noticed(tmp_path: Path, mon
         child.kill()
         child.wait()
         with pytest.raises(NotAttached, match="has ended"):
-            future.result(30)
+            future.result(WAIT_S)
         supervisor.close()

@@ -16,6 +16,7 @@ from meshbook.controller.debug_ports import describe_ports, open_ports
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import UsageError
 from meshbook.wire.messages import DebugPort
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
 pytest.importorskip("debugpy")
@@ -124,7 +125,7 @@ def test_a_cell_is_stopped_in_the_margin_looked_at_and_goes_on_when_the_client_l
     client.attach(file, 3)
     client.event("stopped")
     mesh.session.interrupt((0, 1))  # Stop also ends a rank that is stopped
-    assert {part.outcome.status for part in future.result(60).outcomes} == {"interrupted"}
+    assert {part.outcome.status for part in future.result(WAIT_S).outcomes} == {"interrupted"}
     client.close()
     assert mesh.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").values.same() == 3.0
 
@@ -146,7 +147,7 @@ def test_breakpoint_stops_in_the_client_while_one_is_attached(own_mesh: Mesh, tm
     (frame, *_) = client.request("stackTrace", threadId=stopped["threadId"])["stackFrames"]
     assert frame["source"]["path"] == file
     client.request("continue", threadId=stopped["threadId"])
-    future.result(60)
+    future.result(WAIT_S)
     client.close()
     assert mesh.run("kept", ranks=0).values[0] == 7
 

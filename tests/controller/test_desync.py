@@ -17,10 +17,11 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Released
+from tests.budget import WAIT_S
 from tests.gate import Gate
 
 # Seconds that show that something ends at all.
-DEADLINE_S = 30.0
+DEADLINE_S = WAIT_S
 
 SETUP = """
 import time, copy

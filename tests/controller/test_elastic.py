@@ -15,6 +15,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
+from tests.budget import WAIT_S
 from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
 from tests.controller.test_run import when
 
@@ -93,7 +94,7 @@ def test_a_loop_that_was_stopped_goes_on(mesh: Mesh, tmp_path: Path) -> None:
     future = mesh.run(CELL, wait=False, echo=False)
     when(lambda: any(mesh.logs(rank).endswith("here\n") for rank in mesh.ranks))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     mesh.run(CELL)
     assert curve(mesh) == expected
 
@@ -109,7 +110,7 @@ def test_a_rank_that_is_lost_and_a_stop_while_it_goes_on_lose_no_step(mesh: Mesh
     future = mesh.run(CELL, wait=False, echo=False)
     when(lambda: "here again" in mesh.logs(0))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     mesh.run(CELL)
     assert curve(mesh) == expected
 

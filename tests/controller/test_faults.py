@@ -16,6 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
 from meshbook.wire.process_control import kill_supervisor
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.standstill import stopped
@@ -44,7 +45,7 @@ def test_a_killed_rank_ends_the_cell_and_is_named(own_mesh: Mesh) -> None:
     future = begun(own_mesh, "print('my last words') if rank == 1 else None\nimport time\ntime.sleep(1000)")
     pid = pid_of(own_mesh, 1)
     os.kill(pid, signal.SIGKILL)
-    error = future.exception(60)  # type: ignore[attr-defined]
+    error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, RankLost)
     assert (error.ranks, error.pid, error.signal, error.survivors) == ((1,), pid, "SIGKILL", (0, 2))
     assert "my last words" in error.last_lines
@@ -56,7 +57,7 @@ def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(own_mes
     own_mesh.run("kept = rank * 10")
     future = begun(own_mesh, "dist.all_reduce(torch.ones(3)) if rank != 1 else __import__('time').sleep(1000)")
     os.kill(pid_of(own_mesh, 1), signal.SIGKILL)
-    assert isinstance(future.exception(60), RankLost)  # type: ignore[attr-defined]
+    assert isinstance(future.exception(WAIT_S), RankLost)  # type: ignore[attr-defined]
     assert dict(own_mesh.run("kept").values) == {0: 0, 2: 20}
 
 
@@ -131,7 +132,7 @@ time.sleep(1000)"""
     future.interrupt()  # type: ignore[attr-defined]
     when(lambda: [own_mesh.status().ranks[rank].state for rank in (0, 2)] == ["idle", "idle"])
     own_mesh.session.interrupt(own_mesh.ranks, hard=True)
-    error = future.exception(60)  # type: ignore[attr-defined]
+    error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, RankLost)
     assert error.ranks == (1,)
     assert list(own_mesh.run("rank").values) == [0, 2]
@@ -149,7 +150,7 @@ def test_a_rank_that_would_not_stop_is_named_under_the_cell(own_mesh: Mesh) -> N
     own_mesh.session.interrupt((1,), target=command.call)
     when(lambda: any("did not come back from Stop: rank 1 (pid" in one for one in said))
     own_mesh.session.interrupt((1,), target=command.call, hard=True)
-    source.result(60)
+    source.result(WAIT_S)
 
 
 def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(own_mesh: Mesh) -> None:
@@ -173,7 +174,7 @@ def test_a_supervisor_that_dies_with_its_standby_takes_its_ranks_along_and_the_c
     future = begun(own_mesh, "import time\ntime.sleep(1000)")
     kill_supervisor(own_mesh.session.info.supervisor_pid)
     with pytest.raises(NotAttached, match="supervisor"):
-        future.result(60)  # type: ignore[attr-defined]
+        future.result(WAIT_S)  # type: ignore[attr-defined]
     when(lambda: not any(Path(f"/proc/{pid}/stat").exists() for pid in pids))
     with pytest.raises(NotAttached, match="%mesh start"):
         own_mesh.run("1")
@@ -186,7 +187,7 @@ def test_a_supervisor_that_is_told_to_end_by_a_signal_says_so_and_a_hangup_does_
     assert list(own_mesh.run("rank").values) == [0, 1, 2]
     future = begun(own_mesh, "import time\ntime.sleep(1000)")
     os.kill(supervisor, signal.SIGTERM)
-    error = future.exception(60)  # type: ignore[attr-defined]
+    error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, NotAttached)
     assert f"its supervisor (pid {supervisor}) was ended by a signal (SIGTERM)" in str(error)
     assert "%mesh restart gives fresh ones" in str(error)
@@ -213,7 +214,7 @@ def test_a_torch_that_cannot_be_imported_fails_the_start_with_its_reason_and_lea
 def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh) -> None:
     future = begun(own_mesh, "step = 5\nimport time\ntime.sleep(1000)")
     future.interrupt()  # type: ignore[attr-defined]
-    assert isinstance(future.exception(60), CellInterrupted)  # type: ignore[attr-defined]
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)  # type: ignore[attr-defined]
     assert own_mesh.run("step").values.same() == 5
 
 
@@ -241,7 +242,7 @@ finally:
     when(cleaning.exists)
     with stopped(supervisor):  # before it repeats the signal, mostly
         when(later.exists)
-    assert [part.outcome.status for part in future.result(60).outcomes] == ["interrupted"]
+    assert [part.outcome.status for part in future.result(WAIT_S).outcomes] == ["interrupted"]
     assert cleaned.exists()
 
 
@@ -252,7 +253,7 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
     command = session.cell_command("while True: pass", own_mesh.ranks)
     future = session.request(command, on_output=said.append)
     session.interrupt(own_mesh.ranks, target=command.call)
-    assert {part.outcome.status for part in future.result(60).outcomes} == {"interrupted"}
+    assert {part.outcome.status for part in future.result(WAIT_S).outcomes} == {"interrupted"}
     assert "rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop" in str(said)
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
@@ -271,7 +272,7 @@ def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: M
     future = own_mesh.run("went_on = True\nwhile True: time.sleep(0.01)", wait=False, echo=False)
     when(lambda: "in the hook" in own_mesh.logs(1))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     assert dict(own_mesh.run("'went_on' in globals()").values)[1] is False
 
 
@@ -427,7 +428,7 @@ groups.conclude = conclude
 def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mesh: Mesh) -> None:
     """Else its host would wait for it for ever, and with it every call that comes after."""
     with pytest.raises(CellError, match="the end of the call fails"):
-        own_mesh.run(FAILING_END, ranks=1, wait=False, echo=False).result(60)
+        own_mesh.run(FAILING_END, ranks=1, wait=False, echo=False).result(WAIT_S)
     assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
 
 
@@ -437,5 +438,5 @@ def test_output_that_cannot_be_sent_is_reported_and_the_rank_goes_on(own_mesh: M
     future = own_mesh.run(f"{display}\n{gate.wait}", ranks=1, wait=False, echo=False)
     when(lambda: "OverflowError" in own_mesh.logs(1))
     gate.open()
-    future.result(60)
+    future.result(WAIT_S)
     assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}

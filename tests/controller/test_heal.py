@@ -23,10 +23,11 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.tables import status_table
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 
-DEADLINE_S = 60.0
+DEADLINE_S = WAIT_S
 HELD_UP_S = 60.0  # how long ranks wait for each other to connect
 
 

@@ -25,6 +25,7 @@ from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from meshbook.wire.process_control import is_stopped
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
 # Rank 1 sleeps at line 4, the others wait for it at line 2.
@@ -79,7 +80,7 @@ class Hanging:
 
     def __exit__(self, *_exc_info: object) -> None:
         self._mesh.session.interrupt(self._mesh.ranks, target=self._call)
-        assert self.future.result(60).outcomes[0].outcome.status == "interrupted"
+        assert self.future.result(WAIT_S).outcomes[0].outcome.status == "interrupted"
 
 
 # ---- a mesh that hangs
@@ -90,7 +91,7 @@ def test_a_hanging_mesh_says_why_where_and_how_it_is_from_any_thread(mesh: Mesh)
         asked: list[Any] = []
         thread = threading.Thread(target=lambda: asked.append(mesh.why()))
         thread.start()
-        thread.join(60)
+        thread.join(WAIT_S)
         (why,) = asked
         (found,) = why.findings
         assert (found.kind, found.ranks, found.others, found.line) == ("missing-from-collective", (1,), (0, 2), 4)
@@ -153,10 +154,10 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
         if number == 3:
             os.kill(pid, signal.SIGKILL)
     for thread in asking:
-        thread.join(60)
+        thread.join(WAIT_S)
     assert len(answers) == 8
     assert all(set(stacks) == {0, 1, 2} for stacks in answers)
-    assert isinstance(future.exception(60), RankLost)
+    assert isinstance(future.exception(WAIT_S), RankLost)
     assert "killed by SIGKILL" in own_mesh.stacks().text
     assert "killed" in [found.kind for found in own_mesh.why().findings]
 

@@ -19,6 +19,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from meshbook.wire import messages
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.standstill import stopped
@@ -89,7 +90,7 @@ KILLED = "os.kill(os.getpid(), 9)"
 
 def check_reason(cell: Any, rank: int) -> None:
     """That the cell's error, and what each survivor raised, is that this rank was killed."""
-    error = cell.exception(60)
+    error = cell.exception(WAIT_S)
     assert isinstance(error, RankLost)
     assert (error.ranks, error.signal) == ((rank,), "SIGKILL")
     raised = {f"{failure.ename}: {failure.evalue}" for failure in error.failures}
@@ -123,7 +124,7 @@ def test_a_standby_that_takes_over_answers_what_its_supervisor_was_asked(trio: M
         gate.open()
         when(lambda: is_asked(gate))
         os.kill(supervisor, signal.SIGKILL)
-    error = cell.exception(60)
+    error = cell.exception(WAIT_S)
     assert isinstance(error, RankLost)
     assert {failure.ename for failure in error.failures} <= {"RankLost"}
 
@@ -131,7 +132,7 @@ def test_a_standby_that_takes_over_answers_what_its_supervisor_was_asked(trio: M
 def test_a_connection_that_breaks_though_nobody_has_ended_is_the_error_itself(trio: Mesh, gate: Gate) -> None:
     cell = begin(trio, gate, "from tests.connections import cut_tcp; cut_tcp()")
     gate.open()
-    error = cell.exception(60)
+    error = cell.exception(WAIT_S)
     assert is_asked(gate)
     assert "gloo/transport" in str(error)
     assert trio.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)", echo=False).values.same() == 3
@@ -146,7 +147,7 @@ def test_survivors_on_other_hosts_wait_for_the_host_of_the_lost_rank(gate: Gate)
         with stopped(host):
             gate.open()
             when(lambda: is_asked(gate))
-        error = cell.exception(60)
+        error = cell.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert error.ranks == (1,)
         assert {failure.ename for failure in error.failures} <= {"RankLost"}

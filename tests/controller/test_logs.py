@@ -19,6 +19,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellError, MeshShapeError, NotAttached, UsageError
 from meshbook.wire.processes import forks_of
+from tests.budget import WAIT_S
 from tests.controller.test_heal import kill
 from tests.controller.test_run import when
 from tests.gate import Gate
@@ -78,7 +79,7 @@ class Following:
         """End with the next hit."""
         self._stop.set()
         one_more()
-        self._thread.join(60)
+        self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
 
     def __exit__(self, *_exc_info: object) -> None:
@@ -145,7 +146,7 @@ def test_a_search_is_answered_while_a_cell_runs_and_a_rank_is_stopped(mesh: Mesh
     finally:
         os.kill(pid, signal.SIGCONT)
     gate.open()
-    running.result(60)
+    running.result(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_search_that_does_not_end_is_ended_with_its_client_and_disturbs_nobody
     when(lambda: any(process.cpu_times().user > 0.3 for process in searches(mesh)))
     assert len(mesh.logs(grep="^aaa")) == 1  # meanwhile
     other.detach()
-    thread.join(60)
+    thread.join(WAIT_S)
     when(lambda: searches(mesh) == [])
 
 
@@ -213,7 +214,7 @@ def test_a_search_whose_process_is_killed_says_so(mesh: Mesh) -> None:
     thread.start()
     when(lambda: any(process.cpu_times().user > 0.3 for process in searches(mesh)))
     searches(mesh)[0].kill()
-    thread.join(60)
+    thread.join(WAIT_S)
     (found,) = answers
     assert [problem.partition(": ")[2] for problem in found.problems] == ["the process that searched has ended"]
 

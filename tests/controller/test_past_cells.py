@@ -14,6 +14,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.past_cells import PastCell
 from meshbook.controller.starting import attach
 from meshbook.errors import CellError, UsageError
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
@@ -61,7 +62,7 @@ def test_a_cell_that_runs_can_be_read_so_far(mesh: Mesh, gate: Gate) -> None:
     wait_until(lambda: mesh.history(number).text == "so far\n", 30)
     assert ": runs, for " in mesh.history(number).heading
     gate.open()
-    running.result(60)
+    running.result(WAIT_S)
     assert mesh.history(number).text == "so far\nthe rest\n"
 
 
@@ -97,7 +98,7 @@ def test_whoever_attaches_hears_of_the_cell_that_went_on_without_its_program(
     with program.stdout:
         assert program.stdout.readline() == "at it\n"
         program.send_signal(signal.SIGKILL)
-        program.wait(10)
+        program.wait(WAIT_S)
     watched = attach(name)
     try:
         said = capfd.readouterr().err

@@ -18,6 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshbookError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders, keys
+from tests.budget import WAIT_S
 from tests.controller.elastic_training import CELL, curve, set_up
 from tests.controller.test_checkpoints import HOLD
 from tests.controller.test_run import when
@@ -102,7 +103,7 @@ def test_a_loop_that_asks_ends_on_all_ranks_at_the_same_step_and_is_saved_and_th
     mesh.on_preemption(tmp_path / "run1", "weights", "steps", grace_s=60)
     cell = begin(mesh, LOOP)
     sigterm(mesh, 2)
-    done = cell.result(60).values.same()
+    done = cell.result(WAIT_S).values.same()
     assert exit_of(mesh, 2) == "left (SIGTERM)"
     text = capsys.readouterr().err
     assert f"rank 2 received SIGTERM: weights, steps will be saved in {tmp_path / 'run1'} when the cell has" in text
@@ -126,7 +127,7 @@ def test_an_elastic_loop_ends_after_a_step_and_goes_on_there_after_the_heal(mesh
     cell = begin(mesh, CELL)
     sigterm(mesh, 1)
     with pytest.raises(CellError, match=r"rank 1 received SIGTERM; the loop was ended after step \d+"):
-        cell.result(60)
+        cell.result(WAIT_S)
     gate.open()
     assert exit_of(mesh, 1) == "left (SIGTERM)"
     reached = len(mesh.run("losses", ranks=[0], echo=False).values[0])
@@ -142,7 +143,7 @@ def test_without_a_plan_a_rank_leaves_its_cell_at_once(pair: Mesh, capsys: pytes
     cell = begin(pair, STUCK)
     sigterm(pair, 1)
     with pytest.raises(RankLost, match=r"rank 1 .*left \(SIGTERM\)"):
-        cell.result(60)
+        cell.result(WAIT_S)
     assert "nothing is saved, because nothing was asked for (mesh.on_preemption)" in capsys.readouterr().err
     assert exit_of(pair, 1) == "left (SIGTERM)"
     assert pair.heal().ranks == (1,)
@@ -185,7 +186,7 @@ def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
     when(lambda: has_been_said("rank 2 received SIGTERM"))
     cell.interrupt()  # what the supervisor does after 80 s
     with pytest.raises(CellInterrupted):
-        cell.result(60)
+        cell.result(WAIT_S)
     assert exit_of(mesh, 2) == "left (SIGTERM)"
     when(lambda: has_been_said("rank 2 leaves"))
     assert "no checkpoint was written: the cell was stopped, perhaps in the middle of a step" in text
@@ -320,7 +321,7 @@ def test_sigterm_while_a_rank_is_replaced_saves_when_that_is_done(pair: Mesh, tm
         sigterm(pair)
         gate.open()
         with contextlib.suppress(MeshbookError):  # the mesh may have ended before the reply was read
-            assert healing.result(60).ranks == (1,)
+            assert healing.result(WAIT_S).ranks == (1,)
     assert "x is saved in" in ended(pair)
 
 

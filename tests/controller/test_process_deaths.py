@@ -20,6 +20,7 @@ from meshbook.errors import CellInterrupted, NotAttached
 from meshbook.wire import keys
 from meshbook.wire.checkpoint_folders import list_checkpoints
 from meshbook.wire.processes import forks_of
+from tests.budget import WAIT_S
 from tests.connections import cut
 from tests.controller.test_heal import kill
 from tests.controller.test_run import when
@@ -76,7 +77,7 @@ def test_no_line_and_no_outcome_is_lost_when_a_clients_connections_break(
     when(lambda: cut("control.sock") == 2)
     gate.open()
     cut("control.sock")
-    assert running.result(60).values[1] == "end"
+    assert running.result(WAIT_S).values[1] == "end"
     for _ in range(5):
         cut("control.sock")
         assert mesh.run("rank", echo=False).values.item(rank=1) == 1
@@ -96,7 +97,7 @@ def test_a_fork_server_that_is_killed_takes_no_rank_with_it(
     running = mesh.run(source, ranks=(1,), wait=False)
     os.kill(server, signal.SIGKILL)
     gate.open()
-    running.result(60)
+    running.result(WAIT_S)
     mesh.run("total = torch.tensor(kept)\ndist.all_reduce(total)\nif rank == 0: print(int(total) + 99)")
     shown = list(capsys.readouterr())  # out and err: the notice may come with the first or with a later cell
     assert numbers_in(shown[0]) == [*NUMBERS, 100]
@@ -186,7 +187,7 @@ def test_each_line_of_a_cell_is_shown_once_when_two_supervisors_in_a_row_are_kil
     kill_and_wait(two)
     os.kill(supervisor_of(two), signal.SIGKILL)
     gate.open()
-    assert running.result(60).values.same() == "end"
+    assert running.result(WAIT_S).values.same() == "end"
     assert numbers_in(capsys.readouterr().out) == NUMBERS
 
 
@@ -197,7 +198,7 @@ def test_ranks_that_are_stuck_in_a_collective_can_be_stopped_after_a_kill(two: M
     when(lambda: two.status().ranks[0].state == "busy")
     two.interrupt()
     with pytest.raises(CellInterrupted):
-        running.result(60)
+        running.result(WAIT_S)
     assert two.run("total = torch.ones(1)\ndist.all_reduce(total)\nint(total)", echo=False).values.same() == 2
 
 
@@ -217,7 +218,7 @@ def test_a_checkpoint_is_committed_once_when_the_supervisor_is_killed_as_it_is_s
     two.run(f"killer = Killer()\nkiller.pid = {supervisor_of(two)}", echo=False)
     saving = two.checkpoint(tmp_path, "killer", "kept", step=1)
     os.kill(supervisor_of(two), signal.SIGKILL)  # whether or not the ranks have begun
-    saving.result(60)
+    saving.result(WAIT_S)
     assert [entry.manifest.step for entry in list_checkpoints(tmp_path)] == [1]
     assert two.restore(tmp_path).step == 1
     when(lambda: os.listdir(tmp_path) == ["step-00000001"])
@@ -254,9 +255,9 @@ def test_remote_tensors_and_actors_go_on_when_the_supervisor_is_killed_between_t
         if turn in (4, 8):
             os.kill(two.status().supervisor_pid, signal.SIGKILL)
         there, plain = (there * 3 + turn) % 97, (plain * 3 + turn) % 97
-        assert list(counters.add.call().get(30).values()) == [turn + 1] * 2
+        assert list(counters.add.call().get(WAIT_S).values()) == [turn + 1] * 2
     assert torch.equal(there.full_tensor(), plain)
-    counters.stop().get(30)
+    counters.stop().get(WAIT_S)
 
 
 def test_a_standby_that_is_killed_is_replaced_and_takes_over_all_the_same(two: Mesh) -> None:

@@ -14,6 +14,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted
 from meshbook.host.rlimits import TARGET_FD_LIMIT
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
 REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
@@ -40,7 +41,7 @@ def assert_usable(mesh: Mesh) -> None:
     future = mesh.run("print('at it')\nwhile True: pass", wait=False, echo=False)
     when(lambda: all(mesh.logs(rank).endswith("at it\n") for rank in mesh.ranks))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     assert dict(mesh.run(REDUCED).values) == {0: 2.0, 1: 2.0}
 
 

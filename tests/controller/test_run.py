@@ -13,10 +13,11 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
+from tests.budget import WAIT_S
 from tests.gate import Gate
 
 
-def when(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+def when(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -81,10 +82,10 @@ def test_output_comes_while_the_cell_runs(mesh: Mesh, gate: Gate) -> None:
     seen = threading.Event()
     command = mesh.session.cell_command(f"print('early', flush=True)\n{gate.wait}", (0,))
     future = mesh.session.request(command, on_output=lambda items: seen.set())
-    assert seen.wait(20)
+    assert seen.wait(WAIT_S)
     assert not future.done()
     gate.open()
-    future.result(60)
+    future.result(WAIT_S)
 
 
 def test_one_failure_on_all_ranks_is_told_once(mesh: Mesh) -> None:
@@ -135,7 +136,7 @@ def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, gate: Gate) -
     with pytest.raises(MeshTimeout, match="it goes on"):
         future.result(timeout=0.05)
     gate.open()
-    assert dict(future.result(60).values) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert dict(future.result(WAIT_S).values) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_what_a_thread_prints_after_its_cell_is_shown(
@@ -167,7 +168,7 @@ def test_a_future_can_be_awaited(mesh: Mesh) -> None:
 
 def test_a_futures_error_is_the_cells(mesh: Mesh) -> None:
     future = mesh.run("1 / 0", wait=False)
-    assert isinstance(future.exception(60), CellError)
+    assert isinstance(future.exception(WAIT_S), CellError)
 
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_says_so(mesh: Mesh) -> None:
@@ -194,7 +195,7 @@ def test_stop_ends_whatever_the_ranks_are_in_and_the_next_cell_works(mesh: Mesh,
     future = mesh.run(source, wait=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
 
 
@@ -207,7 +208,7 @@ def test_ctrl_c_in_the_script_stops_the_ranks(mesh: Mesh) -> None:
 
 def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(mesh: Mesh) -> None:
     command = mesh.session.cell_command("1", mesh.ranks)
-    mesh.session.request(command).result(60)
+    mesh.session.request(command).result(WAIT_S)
     mesh.session.interrupt(mesh.ranks, target=command.call)
     assert mesh.run("import time\ntime.sleep(0.2)\n'whole'").values.same() == "whole"
 
@@ -219,7 +220,7 @@ def test_an_interrupt_of_some_ranks_lets_the_others_finish(mesh: Mesh, gate: Gat
     mesh.interrupt("1")
     mesh.run("None", ranks=[1])  # rank 1 is free again before the others are
     gate.open()
-    error = future.exception(60)
+    error = future.exception(WAIT_S)
     assert isinstance(error, CellInterrupted)
     assert error.succeeded == (0, 2, 3)
 
@@ -228,7 +229,7 @@ def test_cells_of_two_futures_run_one_after_the_other(mesh: Mesh) -> None:
     mesh.run("order = []")
     futures = [mesh.run(f"order.append({n})", wait=False) for n in range(5)]
     for future in futures:
-        future.result(60)
+        future.result(WAIT_S)
     assert mesh.run("order").values.same() == [0, 1, 2, 3, 4]
 
 

@@ -16,6 +16,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.running_debugger import RunningDebugger, find_running
 from meshbook.errors import CellInterrupted, NotAttached, RankLost, UsageError
 from meshbook.wire.messages import InputRequest
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.standstill import stopped
@@ -113,7 +114,7 @@ def test_a_loop_is_stopped_looked_at_stepped_and_let_go(mesh: Mesh) -> None:
     assert "stopped " in found.text
     assert "\nTrue\n" in found.text
     assert found.notes == ["the cell goes on"]
-    assert future.result(30).values.same() is True
+    assert future.result(WAIT_S).values.same() is True
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -124,7 +125,7 @@ def test_a_rank_stops_where_it_waits_or_computes(mesh: Mesh, place: str) -> None
     assert line in found.text
     assert "\n42\n" in found.text
     with pytest.raises(CellInterrupted):
-        future.result(30)
+        future.result(WAIT_S)
     check_groups(mesh)
 
 
@@ -149,7 +150,7 @@ def test_ranks_stop_whose_first_signal_was_lost(mesh: Mesh, gate: Gate, monkeypa
     assert "-> lock.acquire()  # for good" in found.text
     assert "\n42\n" in found.text
     with pytest.raises(CellInterrupted):
-        future.result(30)
+        future.result(WAIT_S)
 
 
 def test_one_rank_is_stopped_and_the_other_runs_on(mesh: Mesh) -> None:
@@ -157,7 +158,7 @@ def test_one_rank_is_stopped_and_the_other_runs_on(mesh: Mesh) -> None:
     found = Dialogue(mesh, (1,), "done = True", "c")
     assert found.prompts == ["(rank 1 · h lists the commands · 0 not stopped) ", "(rank 1 · 0 not stopped) "]
     Dialogue(mesh, (0,), "done = True", "c")
-    assert future.result(30).values.same() is True
+    assert future.result(WAIT_S).values.same() is True
 
 
 def test_a_rank_in_a_collective_is_looked_at_there_and_the_collective_is_completed(mesh: Mesh, gate: Gate) -> None:
@@ -174,7 +175,7 @@ def test_a_rank_in_a_collective_is_looked_at_there_and_the_collective_is_complet
     assert "[1-2] True\n" in found.text
     assert "[1-2] 4.0\n" in found.text
     assert "group_health" not in found.text
-    assert future.result(30).values.same() == 4.0
+    assert future.result(WAIT_S).values.same() == 4.0
 
 
 def test_a_rank_that_cannot_stop_yet_is_named_with_what_it_is_in(
@@ -187,7 +188,7 @@ def test_a_rank_that_cannot_stop_yet_is_named_with_what_it_is_in(
     assert note.startswith("not stopped yet, rank 1: in recv #1 at cell")
     assert "rank 1: not stopped, in recv #1 at" in found.text
     gate.open()
-    future.result(30)
+    future.result(WAIT_S)
 
 
 def test_quitting_ends_the_cell_on_all_ranks_also_on_those_in_a_collective(mesh: Mesh, gate: Gate) -> None:
@@ -195,7 +196,7 @@ def test_quitting_ends_the_cell_on_all_ranks_also_on_those_in_a_collective(mesh:
     when(lambda: "dist.all_reduce" in mesh.stacks(1).text)
     assert Dialogue(mesh, (1,), "q").notes == ["the cell has ended"]
     with pytest.raises(CellInterrupted):
-        future.result(30)
+        future.result(WAIT_S)
     check_groups(mesh)
 
 
@@ -216,7 +217,7 @@ def test_quitting_ends_the_cell_also_on_a_rank_that_stops_meanwhile(
         found = Dialogue(mesh, (0, 1), go_on_and_quit)
     assert found.prompts == ["(rank 0 · h lists the commands · 1 not stopped) "]
     with pytest.raises(CellInterrupted):
-        future.result(30)
+        future.result(WAIT_S)
     check_groups(mesh)
 
 
@@ -236,14 +237,14 @@ def test_leaving_the_debugger_lets_the_ranks_go_on(mesh: Mesh, gate: Gate) -> No
     future = begin(mesh, gate.wait, at=gate.wait[:30])
     assert Dialogue(mesh, (0, 1), None).notes == ["left the debugger; the cell goes on"]
     gate.open()
-    future.result(30)
+    future.result(WAIT_S)
 
 
 def test_a_breakpoint_stops_them_again_after_they_were_let_go(mesh: Mesh) -> None:
     future = begin(mesh, LOOP, at="sleep(0.01)")
     found = Dialogue(mesh, (0, 1), "b 3", "c", "cl 1", "done = True", "c")
     assert found.text.count("-> i += 1") == 1
-    future.result(30)
+    future.result(WAIT_S)
 
 
 def test_another_client_debugs_a_cell_and_the_ranks_go_on_when_it_is_gone(mesh: Mesh) -> None:
@@ -262,7 +263,7 @@ def test_another_client_debugs_a_cell_and_the_ranks_go_on_when_it_is_gone(mesh: 
         other.session.close()
     when(lambda: "sleep(0.01)" in mesh.stacks(1).text)
     Dialogue(mesh, (0, 1), "done = True", "c")
-    assert future.result(30).values.same() is True
+    assert future.result(WAIT_S).values.same() is True
 
 
 def test_a_function_that_runs_on_the_ranks_is_stopped_too(mesh: Mesh) -> None:
@@ -278,7 +279,7 @@ def test_a_function_that_runs_on_the_ranks_is_stopped_too(mesh: Mesh) -> None:
     future = mesh.session.request(command)
     when(lambda: "time.sleep" in mesh.stacks(1).text)
     assert "in wait · done=0" in Dialogue(mesh, (0, 1), "done = 7", "c").text
-    assert future.result(30).outcomes[0].outcome.status == "ok"
+    assert future.result(WAIT_S).outcomes[0].outcome.status == "ok"
 
 
 def test_without_anything_that_runs_there_is_nothing_to_stop(mesh: Mesh) -> None:
@@ -301,5 +302,5 @@ def test_a_rank_that_is_killed_meanwhile_is_named_and_the_cell_ends() -> None:
         notes = Dialogue(mesh, (0, 1), kill).notes
         assert notes[0].startswith("rank 1 was killed by SIGKILL")
         with pytest.raises(RankLost):
-            future.result(30)
+            future.result(WAIT_S)
         assert mesh.run("kept", ranks=0).values[0] == 41

@@ -11,6 +11,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.sigint import SigintLatch, defer_sigint
 from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
 
@@ -38,7 +39,7 @@ def test_a_press_that_comes_as_the_call_ends_raises_behind_it(mesh: Mesh) -> Non
     session = mesh.session
     command = session.cell_command("print('only')", mesh.ranks)
     future = session.request(command)
-    future.result(60)
+    future.result(WAIT_S)
     future.add_done_callback = lambda done: (done(future), press())  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(KeyboardInterrupt):
         session.foreground.wait(command, future)

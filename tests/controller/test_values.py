@@ -14,6 +14,7 @@ import torch
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, UsageError, ValuesDiffer
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 
@@ -140,7 +141,7 @@ def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, gate: Gate) -> N
         assert "under way" in repr(mesh["progress"])
     finally:
         gate.open()
-        future.result(60)
+        future.result(WAIT_S)
 
 
 def test_a_handle_is_not_pickled(mesh: Mesh) -> None:

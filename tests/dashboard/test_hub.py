@@ -13,9 +13,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
+from tests.budget import WAIT_S
 from tests.kernel.frontend import wait_until
-
-WAIT_S = 40.0
 
 
 class Page:
@@ -80,7 +79,7 @@ def test_actors_on_processes_of_their_own_are_in_the_tab_too(mesh: Mesh) -> None
         ]  # fmt: skip
     finally:
         desk.remove_client(page.audience)
-        procs.stop().get(30)
+        procs.stop().get(WAIT_S)
 
 
 def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_is_shown(

@@ -14,9 +14,8 @@ from textual.widgets import DataTable, Static
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.dashboard.terminal import Confirm, TopApp
 from meshbook.errors import NotAttached
+from tests.budget import WAIT_S
 from tests.dashboard.pictures import Training
-
-WAIT_S = 40.0
 
 
 @dataclass

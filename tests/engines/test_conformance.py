@@ -13,6 +13,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
+from tests.budget import WAIT_S
 from tests.cluster.ray_bed import RAY_TIMEOUT_S
 from tests.controller.test_run import when
 
@@ -84,7 +85,7 @@ def test_a_stuck_collective_is_left_and_the_group_is_whole_again(mesh: Mesh) -> 
     future = mesh.run("dist.barrier() if rank else __import__('time').sleep(1000)", wait=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
 
 
@@ -95,14 +96,14 @@ def test_names_can_be_looked_at_while_a_cell_runs(mesh: Mesh) -> None:
         assert "yes" in repr(mesh["seen"])
     finally:
         future.interrupt()
-        assert isinstance(future.exception(60), CellInterrupted)
+        assert isinstance(future.exception(WAIT_S), CellInterrupted)
 
 
 def test_output_is_shown_and_stacks_are_read_while_a_cell_runs(mesh: Mesh) -> None:
     future = mesh.run("import time\ndef waiting():\n    time.sleep(1000)\nwaiting()", wait=False)
     when(lambda: "waiting" in str(mesh.stacks()))
     future.interrupt()
-    assert isinstance(future.exception(60), CellInterrupted)
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
 
 
 def test_machines_are_listed(mesh: Mesh) -> None:
@@ -116,7 +117,7 @@ def test_a_killed_rank_is_named_and_the_others_live(mesh: Mesh) -> None:
     future = mesh.run("import time\ntime.sleep(1000)", wait=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     mesh.kill((2,))  # SIGKILL, by the rank's own host
-    error = future.exception(60)
+    error = future.exception(WAIT_S)
     assert isinstance(error, RankLost)
     assert error.ranks == (2,)
     assert list(mesh.run("rank").values) == [0, 1, 3]
@@ -135,7 +136,7 @@ def test_a_lost_host_loses_its_ranks_and_the_others_live() -> None:
         future = mesh.run("import time\ntime.sleep(1000)", wait=False)
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         os.kill(host, signal.SIGKILL)
-        error = future.exception(60)
+        error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert error.ranks == (2, 3)
         assert list(mesh.run("rank").values) == [0, 1]

@@ -26,6 +26,7 @@ from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
 from meshbook.gateway.operations import OPERATIONS
 from meshbook.wire.folders import runtime_folder
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
@@ -70,7 +71,7 @@ class Server:
         """End it as Ctrl-C does; return what it has printed on stderr."""
         self.process.send_signal(signal.SIGINT)
         try:
-            errors = self.process.communicate(timeout=60)[1]
+            errors = self.process.communicate(timeout=WAIT_S)[1]
             assert self.process.returncode == 130
             assert not self.token_file.exists()
             return errors
@@ -112,7 +113,7 @@ class Events:
             if event[0] == kind and has in json.dumps(event[2]):
                 self._passed_over.remove(event)
                 return event[1:]
-        while (event := self._events.get(timeout=60)) is not None:
+        while (event := self._events.get(timeout=WAIT_S)) is not None:
             if event[0] == kind and has in json.dumps(event[2]):
                 return event[1:]
             self._passed_over.append(event)
@@ -122,7 +123,7 @@ class Events:
         """Close the connection, in the middle if the server has not ended it, as a page that is left."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(30)
+        self._thread.join(WAIT_S)
         self.reply.close()
         self.connection.close()
 
@@ -217,7 +218,7 @@ def test_it_answers_while_ranks_hang(mesh: Mesh, server: Server, gate: Gate) -> 
         assert events.next("status", "barrier")
         assert "line 2" in server.get("/meshes/served/stacks?ranks=1")["untrusted_output"]
         gate.open()
-        person.result(60)
+        person.result(WAIT_S)
 
 
 def test_a_killed_rank_and_the_end_of_the_mesh_reach_readers_and_requests_in_flight(server: Server) -> None:
@@ -238,7 +239,7 @@ def test_a_killed_rank_and_the_end_of_the_mesh_reach_readers_and_requests_in_fli
         waiter.start()
         assert server.ask("DELETE", "/meshes/short", token="manage") == (200, {"stopped": "short"})
         assert events.next("end")[1]["reason"] == "stopped by http:manage"
-        waiter.join(60)
+        waiter.join(WAIT_S)
     ((status, answer),) = in_flight
     assert (status, answer["error"]["type"]) in ((409, "NotAttached"), (404, "MeshNameError"))
     assert server.ask("GET", "/meshes/short")[0] == 404

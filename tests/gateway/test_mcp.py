@@ -17,6 +17,7 @@ from mcp_types import Implementation
 
 from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
@@ -138,7 +139,7 @@ def test_a_cell_of_the_agent_waits_for_that_of_a_person_and_its_ticket_has_its_e
     later = looker.ask("logs", cursor=logs["cursor"])
     assert [one["ticket"] for one in later["output"]] == [asked["ticket"]]
     assert looker.ask("logs", cursor=later["cursor"])["output"] == []
-    person.result(60)
+    person.result(WAIT_S)
     assert mesh.history()[-1].by == "mcp:Prober-1"
 
 
@@ -162,7 +163,7 @@ def test_why_names_the_rank_that_misses_a_collective_and_the_agent_ends_the_wait
     (running,) = looker.ask("status")["running"]
     assert runner.ask("interrupt", ticket=running["ticket"])["interrupted"] == "the cell"
     assert looker.ask("result", ticket=running["ticket"], wait_s=60)["status"] == "interrupted"
-    person.exception(60)
+    person.exception(WAIT_S)
     assert [(one.by, one.source) for one in mesh.history()][-1] == ("mcp:Prober-1", "%mesh interrupt 0-2")
     assert "mcp:Prober-1" in str(looker.ask("history", limit=1)["cells"])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshbook.host.gpus import GpuSample, GpuSampler, Nvml, count_gpus, num_visible
+from tests.budget import WAIT_S
 
 UUID = "8f1c2f4e-0000-1111-2222-333344445555"
 
@@ -63,7 +64,7 @@ def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch)
     assert sampler.last_sample(UUID) == GpuSample(3 << 30, 80 << 30, 93.0)
     sampler.close()
     assert sampler._thread is not None
-    sampler._thread.join(30)
+    sampler._thread.join(WAIT_S)
     assert not sampler._thread.is_alive()
 
 
@@ -72,7 +73,7 @@ def test_without_a_driver_there_is_nothing_and_no_error(monkeypatch: pytest.Monk
     sampler = GpuSampler()
     sampler.add(UUID)
     assert sampler._thread is not None
-    sampler._thread.join(30)
+    sampler._thread.join(WAIT_S)
     assert (sampler._thread.is_alive(), sampler.last_sample(UUID)) == (False, None)
     sampler.close()
 

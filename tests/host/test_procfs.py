@@ -16,6 +16,7 @@ import pytest
 
 from meshbook.host import procfs
 from meshbook.wire.messages import ProcessStatus
+from tests.budget import WAIT_S
 
 Start = Callable[..., int]
 
@@ -32,7 +33,7 @@ def start() -> Iterator[Start]:
     yield begin
     for process in made:
         process.kill()
-        process.wait(30)
+        process.wait(WAIT_S)
         assert process.stdin is not None
         process.stdin.close()
 
@@ -118,7 +119,7 @@ def test_of_many_children_some_are_told(start: Start) -> None:
 
 def test_a_process_that_is_gone_is_none() -> None:
     process = subprocess.Popen(["true"])
-    process.wait(30)
+    process.wait(WAIT_S)
     assert procfs.read_process(process.pid) is None
     assert procfs.process_state(process.pid) == ""
     assert procfs.read_threads(process.pid) == {}
@@ -132,7 +133,7 @@ def test_a_process_without_python_has_no_stack_and_py_spys_reason_is_given() -> 
         stacks, problem = procfs.dump_python_stacks(process.pid, 60.0)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(WAIT_S)
     assert stacks == ()
     assert problem is not None
     assert "py-spy says: Error: Failed to find python version" in problem

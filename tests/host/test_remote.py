@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.budget import WAIT_S
+
 _WITH_BLOCKED_SIGNALS = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -25,4 +27,4 @@ def test_signals_that_are_blocked_where_it_is_started_reach_it_and_what_it_start
         status = dict(line.split(":\t") for line in Path(f"/proc/{host.pid}/status").read_text().splitlines())
         assert int(status["SigBlk"], 16) == 0
         os.kill(host.pid, signal.SIGTERM)
-        assert host.wait(60) == -signal.SIGTERM
+        assert host.wait(WAIT_S) == -signal.SIGTERM

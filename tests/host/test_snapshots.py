@@ -13,6 +13,7 @@ from meshbook.diagnose.findings import explain
 from meshbook.host import procfs
 from meshbook.wire import messages
 from meshbook.wire.messages import RankSnapshot, ThreadStack
+from tests.budget import WAIT_S
 from tests.host.host_driver import HostDriver, running_host
 from tests.standstill import starved
 
@@ -250,7 +251,7 @@ def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
     """As of a process in an uninterruptible wait: every read in /proc waits with it."""
     go_on = threading.Event()
     read: list[bool] = []
-    monkeypatch.setattr(procfs, "read_process", lambda pid: read.append(go_on.wait(60)))
+    monkeypatch.setattr(procfs, "read_process", lambda pid: read.append(go_on.wait(WAIT_S)))
     reported = ranks.take_snapshots_until(lambda reported: say(reported, *ranks.ranks))
     assert not read
     go_on.set()

@@ -19,7 +19,9 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-TIMEOUT_S = 60.0
+from tests.budget import WAIT_S
+
+TIMEOUT_S = WAIT_S
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

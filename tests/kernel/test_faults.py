@@ -13,6 +13,7 @@ import pytest
 from meshbook.controller.starting import attach
 from meshbook.wire.checkpoint_folders import find_checkpoint
 from meshbook.wire.process_control import kill_supervisor
+from tests.budget import WAIT_S
 from tests.gate import Gate
 from tests.kernel.frontend import TIMEOUT_S, FrontEnd, has_exited, kernel, printed_by_both, wait_until
 
@@ -70,7 +71,7 @@ def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
     front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     for name in ("rank 0", "rank 1", "supervisor"):
         os.kill(pids[name], signal.SIGTERM)
-    assert front.wait(cell, timeout_s=60).reply["status"] == "ok"
+    assert front.wait(cell, timeout_s=WAIT_S).reply["status"] == "ok"
     # The ranks that heard of it may have ended the cell before its notice is here.
     front.wait_until_shown(cell, lambda cell: f"received SIGTERM: x will be saved in {folder}" in cell.stderr)
     wait_until(lambda: all(map(has_exited, pids.values())), TIMEOUT_S, "the end of the mesh")

@@ -29,6 +29,7 @@ from meshbook.errors import (
 )
 from meshbook.kernel import magics
 from meshbook.kernel.notebook import Notebook
+from tests.budget import WAIT_S
 from tests.kernel.frontend import FrontEnd, strip_ansi, wait_until
 
 
@@ -251,8 +252,8 @@ def test_a_cell_in_the_background_gives_a_future_at_once(typed: Terminal) -> Non
     assert isinstance(future, MeshFuture)
     assert not future.done()
     mesh_of(typed).interrupt()
-    assert type(future.exception(60)).__name__ == "CellInterrupted"
-    assert dict(typed("%%mesh --bg\nrank * 10").result(60).values) == {0: 0, 1: 10}
+    assert type(future.exception(WAIT_S)).__name__ == "CellInterrupted"
+    assert dict(typed("%%mesh --bg\nrank * 10").result(WAIT_S).values) == {0: 0, 1: 10}
 
 
 def test_a_setup_cell_is_known_as_one(typed: Terminal) -> None:
@@ -409,7 +410,7 @@ def test_interrupt_stops_a_cell_in_the_background(typed: Terminal, capsys: pytes
     future = typed("%%mesh --bg\nimport time\nwhile True: time.sleep(10)")
     typed("%mesh interrupt dp=0-1")
     assert "Stop was sent to ranks 0-1." in capsys.readouterr().out
-    assert type(future.exception(60)).__name__ == "CellInterrupted"
+    assert type(future.exception(WAIT_S)).__name__ == "CellInterrupted"
 
 
 def test_a_killed_rank_is_dead_in_the_status_and_named_in_its_note(

@@ -18,6 +18,7 @@ from meshbook.rank.process_groups.backends import BackendHandle, shutdown_connec
 from meshbook.rank.process_groups.collectives import COLLECTIVES
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 from meshbook.rank.process_groups.watched_group import WatchedGroup
+from tests.budget import WAIT_S
 
 
 class Stream:
@@ -34,7 +35,7 @@ class Stream:
         return done
 
     def synchronize(self) -> None:
-        assert self.enqueue().wait(60)
+        assert self.enqueue().wait(WAIT_S)
 
     def _run(self) -> None:
         while True:

@@ -15,8 +15,9 @@ import pytest
 
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire.messages import ClearOutput, Display, Notice, OutputItem, Text
+from tests.budget import WAIT_S
 
-DEADLINE_S = 40.0
+DEADLINE_S = WAIT_S
 
 
 def with_output(test: Callable[[OutputBuffer], None]) -> Callable[[], None]:
@@ -214,7 +215,7 @@ def test_a_muted_thread_says_nothing_and_the_others_go_on(output: OutputBuffer) 
         output.put(ClearOutput())
         other = threading.Thread(target=print, args=("another thread",))
         other.start()
-        other.join(30)
+        other.join(WAIT_S)
     print("aloud")
     assert text_of(output.pop_items()) == "another thread\naloud\n"
 
@@ -264,7 +265,7 @@ def test_a_writer_waits_for_room_and_nothing_is_lost_while_somebody_takes() -> N
         assert all(isinstance(item, Text) for item in items)
         assert len(text_of(items)) <= 10_200
         received += text_of(items)
-    writer.join(30)
+    writer.join(WAIT_S)
     assert received == line * 1000
 
 
@@ -357,7 +358,7 @@ def test_a_sigint_ends_a_print_that_waits_for_room(output: OutputBuffer) -> None
             print_without_end()
     finally:
         signal.signal(signal.SIGINT, previous)
-        helper.join(30)
+        helper.join(WAIT_S)
     assert time.monotonic() - started < DEADLINE_S
     assert full.pop_items()  # the lock is free
     full.write("stdout", "and on")

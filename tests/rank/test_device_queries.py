@@ -6,13 +6,14 @@ import threading
 
 from meshbook.rank.process_groups.device_queries import DeviceQueries
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
+from tests.budget import WAIT_S
 
 
 def test_a_driver_that_does_not_answer_holds_nobody_up_and_its_collectives_count_as_running() -> None:
     answers, prepared = threading.Event(), threading.Event()
 
     def wait_for_driver() -> None:
-        assert answers.wait(60)
+        assert answers.wait(WAIT_S)
 
     ring = CollectiveRing()
     queries = DeviceQueries(prepared.set, wait_for_driver)
@@ -22,7 +23,7 @@ def test_a_driver_that_does_not_answer_holds_nobody_up_and_its_collectives_count
     assert ring.running() == (collective,)  # the driver is asked, and does not answer
     assert ring.running() == (collective,)  # nor is it asked again meanwhile
     answers.set()
-    assert queries._answered.wait(60)
+    assert queries._answered.wait(WAIT_S)
     assert (ring.running(), prepared.is_set()) == ((), True)
 
 
@@ -31,7 +32,7 @@ def test_queries_are_run_on_one_thread_which_is_not_the_callers() -> None:
     queries = DeviceQueries(lambda: None, lambda: None)
     for _ in range(3):
         queries.run(lambda: threads.append(threading.get_ident()))
-        assert queries._answered.wait(60)
+        assert queries._answered.wait(WAIT_S)
     assert len(threads) == 3
     assert len(set(threads)) == 1
     assert threads[0] != threading.get_ident()

@@ -10,6 +10,7 @@ import pytest
 from meshbook.rank.process_groups.device_stop import wait_until_stuck
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
+from tests.budget import WAIT_S
 from tests.rank.test_rank_groups import STOPPED, Rank
 
 WORLD = GroupLabel("world", (0, 1))
@@ -69,7 +70,7 @@ def test_stop_aborts_a_collective_of_the_device_that_is_stuck(rank: Any) -> None
     launch(rank.groups.ring, 0)
     stop(rank)
     assert rank.aborts == []  # not before it is known to be stuck
-    assert rank.aborted.wait(60)
+    assert rank.aborted.wait(WAIT_S)
     assert rank.aborts == [KeyboardInterrupt]
 
 

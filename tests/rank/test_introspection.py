@@ -17,8 +17,9 @@ from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.previews import introspection
 from meshbook.wire.messages import Preview, RunCell
+from tests.budget import WAIT_S
 
-DEADLINE_S = 40.0
+DEADLINE_S = WAIT_S
 
 CELL = '''
 import collections
@@ -336,7 +337,7 @@ def test_questions_are_answered_while_a_cell_runs_and_binds_names(shell: RankShe
             "    get_ipython().user_ns['counter'] = n\n(get_ipython() is not None)",
         )
     )
-    thread.join(30)
+    thread.join(WAIT_S)
     assert (run.status, run.result) == ("ok", True)
     assert len(answers) == 60
     assert all("fc" in answer if isinstance(answer, list) else answer is True or answer == "0.1" for answer in answers)

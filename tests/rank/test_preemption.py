@@ -13,6 +13,7 @@ import pytest
 import meshbook
 from meshbook.errors import UsageError
 from meshbook.rank.preemption import PreemptionPoint, TerminationSignal
+from tests.budget import WAIT_S
 
 CALL: str = "c1"
 
@@ -43,7 +44,7 @@ def test_all_ranks_are_preempted_at_the_same_question_whenever_it_is_decided(see
         threading.Event().wait(0.005)  # in which a rank that is not held would pass any number
         for point in points:
             point.decide(CALL, max(asked) + 1, "rank 2 received SIGTERM")  # type: ignore[arg-type]
-        assert {future.result(20) for future in looping} == {max(asked) + 1}
+        assert {future.result(WAIT_S) for future in looping} == {max(asked) + 1}
 
 
 def test_a_rank_that_was_queried_waits_where_it_asks_next_until_it_is_decided() -> None:
@@ -55,7 +56,7 @@ def test_a_rank_that_was_queried_waits_where_it_asks_next_until_it_is_decided() 
     asking.join(0.05)
     assert answers == []
     point.decide(CALL, None, "")  # type: ignore[arg-type]
-    asking.join(20)
+    asking.join(WAIT_S)
     assert answers == [False]
 
 

@@ -21,6 +21,7 @@ from meshbook.rank.previews import preview as module
 from meshbook.rank.previews import preview_printer
 from meshbook.rank.previews.preview import preview
 from meshbook.wire.messages import Preview, TensorMeta
+from tests.budget import WAIT_S
 
 
 class Quiet:
@@ -392,7 +393,7 @@ def test_a_dict_that_another_thread_changes_is_no_error() -> None:
             assert preview(table, safe=True).type == "dict"
     finally:
         over.set()
-        thread.join(30)
+        thread.join(WAIT_S)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.budget import WAIT_S
 from tests.rank.worlds import ForkServer, RankContext, World
 
 # Seconds that a wait which works never takes.
-SOON_S = 60.0
+SOON_S = WAIT_S
 
 
 @pytest.fixture(scope="module")

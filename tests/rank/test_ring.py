@@ -14,6 +14,7 @@ import pytest
 
 from meshbook.rank.process_groups import ring as ring_module
 from meshbook.rank.process_groups.ring import MAX_RECORDED_TENSORS, Collective, CollectiveRing, GroupLabel
+from tests.budget import WAIT_S
 
 
 class FakeTensor:
@@ -166,7 +167,7 @@ def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path
     )  # fmt: skip
     thread = threading.Thread(target=engine.run)
     thread.start()
-    thread.join(30)
+    thread.join(WAIT_S)
     (collective,) = engine.made
     assert collective.line.file == __file__
     assert collective.line.function == "test_a_thread_without_user_code_points_at_what_the_main_thread_runs"
@@ -244,7 +245,7 @@ def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
         done.set()
         sys.setswitchinterval(before)
         for reader in readers:
-            reader.join(30)
+            reader.join(WAIT_S)
     assert wrong == []
 
 
@@ -263,7 +264,7 @@ def test_two_threads_never_get_the_same_number() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(WAIT_S)
     finally:
         sys.setswitchinterval(before)
     assert [collective.seq for collective in ring.snapshot()] == list(range(1, 4001))
@@ -337,13 +338,13 @@ def test_threads_beside_the_main_one_that_begin_collectives_are_known_while_they
     def run() -> None:
         ring.begin("all_reduce", label)
         began.set()
-        ends.wait(10)
+        ends.wait(WAIT_S)
 
     thread = threading.Thread(target=run)
     ring.begin("all_reduce", label)
     assert ring.other_threads() == ()
     thread.start()
-    began.wait(10)
+    began.wait(WAIT_S)
     assert ring.other_threads() == (thread,)
     ends.set()
     thread.join()

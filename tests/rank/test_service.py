@@ -25,6 +25,7 @@ from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
 from meshbook.wire import codec, messages, spawn
 from meshbook.wire.link import Link
+from tests.budget import WAIT_S
 
 WAIT_MS = 30_000
 
@@ -127,7 +128,7 @@ class Host:
         self.thread._loop.stop()
         self.output.wake()
         assert self.thread.thread is not None
-        self.thread.thread.join(30)
+        self.thread.thread.join(WAIT_S)
         self.thread._socket.close()
         self.context.destroy(linger=0)
         self.outbox.close()

@@ -31,8 +31,9 @@ from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preload import preload
 from meshbook.wire.messages import ClearOutput, DebuggerStop, Display, RankError, RunCell, Text
+from tests.budget import WAIT_S
 
-DEADLINE_S = 40.0
+DEADLINE_S = WAIT_S
 
 
 class Rank:
@@ -98,7 +99,7 @@ class Rank:
             run = act()
         finally:
             over.set()
-            helper.join(30)
+            helper.join(WAIT_S)
         assert time.monotonic() - started < DEADLINE_S
         return run
 

@@ -19,6 +19,7 @@ from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import ThreadStack
+from tests.budget import WAIT_S
 
 
 class Standing:
@@ -28,11 +29,11 @@ class Standing:
         self._there, self._go = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: function(self._stand), name=name, daemon=True)
         self.thread.start()
-        assert self._there.wait(30)
+        assert self._there.wait(WAIT_S)
 
     def _stand(self) -> None:
         self._there.set()
-        self._go.wait(30)
+        self._go.wait(WAIT_S)
 
     def stack(self) -> ThreadStack:
         assert self.thread.ident is not None
@@ -40,7 +41,7 @@ class Standing:
 
     def end(self) -> None:
         self._go.set()
-        self.thread.join(30)
+        self.thread.join(WAIT_S)
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_a_stack_that_changes_while_it_is_read_is_still_one() -> None:
             assert all(frame.line > 0 for frame in stack.frames)
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(WAIT_S)
 
 
 class Holder:
@@ -240,7 +241,7 @@ def test_a_thread_that_waits_for_a_lock_tells_which_and_who_has_it(
     taken.acquire()
     thread = threading.Thread(target=function, args=(lock, there), name="waiter", daemon=True)
     thread.start()
-    assert there.wait(30)
+    assert there.wait(WAIT_S)
     deadline = time.monotonic() + 30
     try:
         while True:
@@ -251,7 +252,7 @@ def test_a_thread_that_waits_for_a_lock_tells_which_and_who_has_it(
                 break
     finally:
         taken.release()
-        thread.join(30)
+        thread.join(WAIT_S)
     assert (reported.waits_on, reported.held_by) == (waits_on, held_by)
 
 

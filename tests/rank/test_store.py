@@ -17,6 +17,7 @@ from meshbook.rank.process_groups.store import MeshStore
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import keys
 from meshbook.wire.loop import Loop
+from tests.budget import WAIT_S
 from tests.connections import cut
 
 
@@ -47,7 +48,7 @@ class Served:
 
     def close(self) -> None:
         self._ended = True
-        self._thread.join(30)
+        self._thread.join(WAIT_S)
         self.server.close()
         for store in self._stores:
             store.close()
@@ -88,7 +89,7 @@ def test_a_wait_ends_when_another_sets_what_it_waits_for(served: Served) -> None
     writer = served.store()
     writer.set("a", b"1")
     writer.set("b", b"2")
-    waits.join(30)
+    waits.join(WAIT_S)
     assert found == [b"1", b"2"]
 
 
@@ -99,7 +100,7 @@ def test_ranks_here_and_those_of_other_machines_share_the_keys(served: Served) -
     waits = threading.Thread(target=lambda: found.append(far.get("a")))
     waits.start()
     near.set("a", "1")
-    waits.join(30)
+    waits.join(WAIT_S)
     far.set("b", "2")
     assert (found, near.get("b")) == ([b"1"], b"2")
 
@@ -123,7 +124,7 @@ def test_requests_and_replies_outlive_a_connection_that_breaks(served: Served) -
         assert other.add("n", 1) == number + 1  # once each
         assert cut("store.sock")
     other.set("a", "1")
-    waiter.join(30)
+    waiter.join(WAIT_S)
     assert got == [b"1"]
 
 
@@ -160,10 +161,10 @@ def test_a_wait_that_is_given_up_ends_and_the_next_one_works(served: Served, in_
 
     waits = threading.Thread(target=wait)
     waits.start()
-    begun.wait(30)
+    begun.wait(WAIT_S)
     until(lambda: bool(served.server.store._pending))
     ours.cancel_waits()
-    waits.join(30)
+    waits.join(WAIT_S)
     assert "given up" in str(errors[0])
     store.set("never", b"now")
     assert store.get("never") == b"now"

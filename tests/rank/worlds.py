@@ -26,10 +26,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from tests.budget import WAIT_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Seconds until a wait counts as a hang. Generous: machines that run tests are busy; nothing here takes a tenth of it.
-DEADLINE_S = 60.0
+DEADLINE_S = WAIT_S
 # And until torch is imported, which takes three seconds of a processor.
 IMPORT_DEADLINE_S = 110.0
 

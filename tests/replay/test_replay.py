@@ -18,6 +18,7 @@ from meshbook.rank.recording import bundle
 from meshbook.rank.recording.bundle import BundleError, BundleFile
 from meshbook.replay.cell import differ_in_digits
 from meshbook.replay.command import ReplayOptions, run
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.controller.test_run import when
 from tests.replay.planted import PLANTED, Planted
@@ -138,7 +139,7 @@ def test_a_cell_that_is_stopped_in_a_hang_is_replayed_to_the_line_where_it_hung(
     when(lambda: "recv" in mesh.why().text)
     future.interrupt()
     with pytest.raises(CellError):
-        future.result(30)
+        future.result(WAIT_S)
     saved = mesh.save_record()
     mesh.record(False)
     assert set(saved.num_bytes) == {0, 1, 2, 3}

@@ -17,6 +17,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import distribute
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stopped
 
@@ -43,7 +44,7 @@ def hanging(mesh: Mesh, act: Callable[[], Any], result: float) -> Iterator[None]
     with stopped(pid):
         thread.start()
         yield
-    thread.join(60)
+    thread.join(WAIT_S)
     assert found == [result]
 
 

@@ -23,6 +23,7 @@ from meshbook.data import batches
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
 from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stop
 from tests.tensors.test_remote import live, spaces_of_this_rank
@@ -136,7 +137,7 @@ def test_a_batch_that_was_being_sent_as_the_loop_ended_is_released(
 
     def source() -> Iterator[Any]:
         yield torch.ones(2)
-        taken.wait(60)
+        taken.wait(WAIT_S)
         feeds[0].close()  # the loop ends before this batch is sent
         yield torch.ones(2)
 
@@ -144,7 +145,7 @@ def test_a_batch_that_was_being_sent_as_the_loop_ended_is_released(
     next(iter(feeds[0]))
     pump = feeds[0]._prefetcher._thread
     taken.set()
-    pump.join(60)
+    pump.join(WAIT_S)
     assert len(released) == 1
 
 
@@ -155,18 +156,18 @@ def test_a_source_that_hangs_as_the_loop_ends_is_closed_when_it_comes_back(mesh2
         try:
             yield torch.ones(2)
             pulled.set()
-            comes_back.wait(60)
+            comes_back.wait(WAIT_S)
             yield torch.ones(2)
         finally:
             closed.set()
 
     feed = mesh2.feed(source())
     next(feed)
-    assert pulled.wait(60)
+    assert pulled.wait(WAIT_S)
     feed.close()
     assert not closed.is_set()
     comes_back.set()
-    assert closed.wait(60)
+    assert closed.wait(WAIT_S)
 
 
 def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
@@ -201,7 +202,7 @@ def test_ranks_with_nothing_to_do_get_a_batchs_operations_before_the_next_is_wai
     sums = []
     for batch in mesh2.feed(source(), prefetch=0):
         sums.append((batch + 1).mul(2).sub(3).add(4).sum())
-        assert engine.sender.in_flight.wait_until_fewer(1, 60)
+        assert engine.sender.in_flight.wait_until_fewer(1, WAIT_S)
     assert [total.item() for total in sums] == [24, 32, 40, 48]
     assert set(left) == {0}
 
@@ -221,7 +222,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
     for batch in mesh2.feed(source(), view=view):
         del batch
         break
-    assert closed.wait(60)
+    assert closed.wait(WAIT_S)
 
     when(lambda: live(mesh2) == before)  # the thread that was sending lets go of its batch
     pool = mesh2.session.transfer._pool
@@ -322,7 +323,7 @@ def test_a_client_that_is_killed_leaves_no_batch_on_the_ranks(mesh2: Mesh) -> No
     finally:
         bound.cancel()
         client.kill()
-        client.communicate(timeout=30)
+        client.communicate(timeout=WAIT_S)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     when(lambda: set(mesh2.execute(spaces_of_this_rank).values()) == before)

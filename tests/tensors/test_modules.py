@@ -17,6 +17,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshNameError, PlacementError, UsageError
 from meshbook.fold import rendering
 from meshbook.rank.tensors import building
+from tests.budget import WAIT_S
 from tests.tensors import gpt
 
 
@@ -361,7 +362,7 @@ def test_what_was_issued_before_a_module_is_let_go_of_is_computed(mesh2: Mesh, t
     with pytest.raises(MeshNameError):  # what answers has heard of it by now
         mesh2["nobodys_name"]
     go.touch()
-    busy.result(30)
+    busy.result(WAIT_S)
     assert torch.equal(made.full_tensor(), wanted)
 
 

@@ -18,6 +18,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from meshbook.rank.tensors import lowering
 from meshbook.tensors.creation import engine_of
+from tests.budget import WAIT_S
 from tests.tensors import gpt
 
 
@@ -430,7 +431,7 @@ def test_operations_of_another_thread_in_the_middle_of_a_step_come_in_their_orde
         if number == 3:
             other = threading.Thread(target=lambda: state.add_(held))
             other.start()
-            other.join(30.0)
+            other.join(WAIT_S)
         state.add_(held * 0.0)
         return state * 1.0
 

@@ -23,6 +23,7 @@ from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate
 from meshbook.rank.tensors.tensor_store import Poison, TensorStore
 from meshbook.tensors.creation import engine_of
+from tests.budget import WAIT_S
 
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
 BAD = torch.tensor([1, 99, 3, 7, 2, 6, 4, 0])  # out of range in rank 0's half
@@ -216,11 +217,11 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
     pressing.start()
     with pytest.raises(CellInterrupted):
         loss.item()
-    pressing.join(30)
+    pressing.join(WAIT_S)
     for _ in range(2):  # behind the word that ranks are in step, which they hear beside the cell
         mesh.stacks()
     opened.touch()  # and only now they hear of what has been taken back
-    busy.result(30)
+    busy.result(WAIT_S)
     got = [*before, *[(step(good) if recorded else training.step(GOOD)).item() for _ in range(3)]]
     assert bool(step.stats().replayed) == recorded
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(len(got))), rtol=1e-4, atol=1e-5)
@@ -245,9 +246,9 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     z = x + 2
     with pytest.raises(CellInterrupted):
         engine.flush()
-    pressing.join(30)
+    pressing.join(WAIT_S)
     opened.touch()  # only now: a cell that ended before the Stop has reached its ranks would let the batch run
-    busy.result(30)
+    busy.result(WAIT_S)
     with pytest.raises(OperationFailed, match="stopped"):
         y.sum().item()
     assert (x + 1).sum().item() == 8

@@ -29,6 +29,7 @@ from meshbook.tensors.call_sites import CallSite, capture_call_site
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.remote import RemoteTensor
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stop
 
@@ -601,7 +602,7 @@ def test_stop_ends_operations_and_the_mesh_goes_on(
     with pytest.raises(CellInterrupted):  # in the wait: whatever has to be planned for it has been
         read(later)
     future.interrupt()
-    future.exception(60)
+    future.exception(WAIT_S)
     assert not mesh2.session.transfer._pool._receiving
     assert (x + 1).sum().item() == 2 << 20
 
@@ -621,7 +622,7 @@ def press() -> Iterator[Callable[[Mesh], None]]:
 
     yield later
     for thread in pressing:
-        thread.join(30)
+        thread.join(WAIT_S)
 
 
 def train_for_ever(x: torch.Tensor) -> None:
@@ -659,7 +660,7 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
         killer.start()
         with pytest.raises(RankLost, match="rank 1"):  # in the middle of a read
             large.full_tensor()
-        killer.join(10)
+        killer.join(WAIT_S)
         with pytest.raises(RankLost, match="rank 1"):
             train_for_ever(x)
         with pytest.raises(RankLost):
@@ -698,7 +699,7 @@ def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
     assert live(mesh2) == before
     engine = engine_of(mesh2)
     assert len(engine.queue) == len(engine.queue.freed_ids) == 0
-    assert engine.sender.in_flight.wait_until_fewer(1, 60)  # another thread counts, perhaps after the value is here
+    assert engine.sender.in_flight.wait_until_fewer(1, WAIT_S)  # another thread counts, perhaps after the value is here
 
 
 def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_sides(
@@ -736,7 +737,7 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(mesh2: Mesh, m
         with pytest.raises(KeyboardInterrupt):
             engine.flush()
     assert x.tolist() == [1.0] * 4
-    assert engine.sender.in_flight.wait_until_fewer(1, 60)
+    assert engine.sender.in_flight.wait_until_fewer(1, WAIT_S)
 
 
 def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped(mesh2: Mesh) -> None:
@@ -771,7 +772,7 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         for _ in range(20_000):
             x = x * 1.0
             seen.append(len(engine.sender.in_flight))
-        resumed.join(70)
+        resumed.join(WAIT_S)
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)

@@ -21,6 +21,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost, UsageError
 from meshbook.tensors.resilient import MAX_FAULTS
+from tests.budget import WAIT_S
 from tests.controller.test_heal import kill, press_stop_when
 from tests.controller.test_run import when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
@@ -289,7 +290,7 @@ def test_a_stop_while_a_loop_heals_the_mesh_ends_the_block(duo: Mesh) -> None:
     def fault(step: int) -> None:
         lose(step)
         if has_new_process():  # the heal was quicker than the Stop, which then comes here
-            stopped.wait(60)
+            stopped.wait(WAIT_S)
 
     with pytest.raises(KeyboardInterrupt):
         training.run(fault)

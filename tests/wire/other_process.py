@@ -21,8 +21,9 @@ from typing import Any
 from meshbook.errors import TransferError
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.pickling import dump, load
+from tests.budget import WAIT_S
 
-ANSWER_TIMEOUT_S = 60.0  # importing torch on a loaded machine is the slowest thing it is asked
+ANSWER_TIMEOUT_S = WAIT_S  # importing torch on a loaded machine is the slowest thing it is asked
 
 
 class OtherProcess:

@@ -18,6 +18,7 @@ from meshbook.errors import TransferError
 from meshbook.wire.buffers import MAX_FREE_SEGMENTS, SegmentPool, SegmentReader
 from meshbook.wire.messages import InlineBuffer, SharedBuffer
 from meshbook.wire.segments import OWN_SEGMENT_BYTES
+from tests.budget import WAIT_S
 from tests.wire.other_process import OtherProcess
 
 MIB = 1 << 20
@@ -447,7 +448,7 @@ def test_threads_can_write_read_and_release_at_once(pool: SegmentPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert (wrong, pool.used_bytes) == ([], 0)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError, UsageError
 from meshbook.wire import folders, keys, processes
+from tests.budget import WAIT_S
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def connection(name: str, pid: int) -> keys.ConnectionInfo:
 
 def dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(30)
+    process.wait(WAIT_S)
     return process.pid
 
 

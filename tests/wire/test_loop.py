@@ -13,6 +13,7 @@ import zmq
 
 from meshbook.clock import ManualClock
 from meshbook.wire.loop import Loop
+from tests.budget import WAIT_S
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_on_another_thread_no_exception_at_all_ends_the_loop() -> None:
     loop.call_later(0.0, loop.stop)
     thread = threading.Thread(target=loop.run)
     thread.start()
-    thread.join(30)
+    thread.join(WAIT_S)
     assert called.is_set()
     assert [type(error) for error in errors] == [SystemExit]
 

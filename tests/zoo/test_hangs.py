@@ -21,12 +21,13 @@ from meshbook.controller.reports import Why
 from meshbook.controller.running import submit_command
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, RankLost
+from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stopped
 from tests.zoo.hangs import HANGS, Hang
 
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
-STANDS_WITHIN_S = 40.0
+STANDS_WITHIN_S = WAIT_S
 # ... and in which `mesh.why()` must answer: four times the promise.
 ANSWERS_WITHIN_S = 12.0
 
@@ -78,7 +79,7 @@ def loose(mesh: Mesh, hang: Hang) -> Iterator[None]:
         yield
     finally:
         mesh.interrupt()
-        future.exception(60.0)
+        future.exception(WAIT_S)
     works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=60.0, echo=False)
     assert set(works.values.values()) == {len(mesh.ranks)}
 
@@ -130,7 +131,7 @@ def test_an_idle_mesh_says_so(mesh: Mesh) -> None:
 def test_a_rank_that_dies_is_named_with_what_it_said_last() -> None:
     with create_mesh(3) as mesh:
         source = "import os\nif rank == 2:\n    print('farewell')\n    os.kill(os.getpid(), 9)\ndist.barrier()"
-        assert isinstance(let_loose(mesh, source).exception(60.0), RankLost)
+        assert isinstance(let_loose(mesh, source).exception(WAIT_S), RankLost)
         finding = mesh.why().findings[0]
         assert (finding.kind, finding.ranks) == ("killed", (2,))
         assert "it said last: farewell" in finding.evidence
@@ -140,7 +141,7 @@ def test_a_rank_that_dies_is_named_with_what_it_said_last() -> None:
 def test_sizes_for_which_gloo_ends_a_process_are_told_as_a_mismatch() -> None:
     with create_mesh(3) as mesh:
         source = "x = torch.ones(4 if rank == 2 else 4_000_000)\ndist.all_reduce(x)"
-        assert isinstance(let_loose(mesh, source).exception(60.0), RankLost)
+        assert isinstance(let_loose(mesh, source).exception(WAIT_S), RankLost)
         finding = mesh.why().findings[0]
         assert (finding.kind, finding.ranks, finding.line) == ("shape-mismatch", (2,), 2), mesh.why().text
 
@@ -154,7 +155,7 @@ def test_where_a_rank_has_left_the_cell_the_others_are_released_and_nobody_need_
     assert {hang.kind for hang in hangs} == LEFT
     with create_mesh(3) as mesh:
         for hang in hangs:
-            error = let_loose(mesh, hang.source).exception(60.0)
+            error = let_loose(mesh, hang.source).exception(WAIT_S)
             assert isinstance(error, CellError), (hang.name, error)
             waiting = {rank for one in error.released for rank in one.ranks}
             assert waiting == set(hang.waiting or hang.ranks), (hang.name, str(error))
