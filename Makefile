@@ -57,7 +57,7 @@ PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py test
 	$(addprefix tests/controller/test_,subscription.py tables.py) \
 	$(addprefix tests/dashboard/test_,charts.py view.py) \
 	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py log_files.py staged_commands.py) \
-	$(addprefix tests/rank/test_,blas.py call_state.py capture.py departures.py digests.py expressions.py) \
+	$(addprefix tests/rank/test_,blas.py call_state.py capture.py departures.py digests.py expressions.py forkserver.py) \
 	$(addprefix tests/rank/test_,healing_choice.py main.py namespace.py output_pacing.py preemption.py) \
 	$(addprefix tests/rank/test_,ring.py service.py) \
 	$(addprefix tests/supervisor/test_,call_table.py cell_sources.py clients.py desync.py driver.py group_state.py) \

@@ -11,6 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def message_of(error: BaseException) -> str:
+    """Return `str(error)`; of a user's exception whose `__str__` raises, what it raised."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its __str__ raised {type(failure).__name__}>"
+
+
 class MeshbookError(Exception):
     """Any error that Meshbook raises deliberately."""
 

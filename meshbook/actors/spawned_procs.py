@@ -24,7 +24,7 @@ from meshbook.actors.runtime.futures import Future, run_in_thread
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.controller.starting import prewarm_session, start_prewarmed
-from meshbook.errors import NotAttached, StartError
+from meshbook.errors import NotAttached, StartError, message_of
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys
 
@@ -78,7 +78,7 @@ class SpawnedProcBackend(ProcBackend):
                 with contextlib.suppress(Exception):
                     session.stop()
             local_registry().started_here.pop(self.name, None)
-            self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
+            self.ready.fail(error if isinstance(error, Exception) else StartError(message_of(error)))
         else:
             generation = _standby.generation  # before `stop` can go on, which waits for `ready`
             self.ready.resolve(lambda: True)

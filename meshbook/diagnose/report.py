@@ -82,13 +82,14 @@ def make_finding(
 
 def _next_step(evidence: Evidence, kind: str, ranks: Ranks, *, in_endpoint: bool) -> str:
     pids = [evidence.snapshots[rank].pid for rank in ranks if rank in evidence.snapshots]
-    step = KINDS[kind].next_step.format(
-        ranks=format_ranks(ranks) if ranks else "",
-        first=ranks[0] if ranks else "",
-        name=name_ranks(ranks) if ranks else "the ranks",
-        pids=" ".join(str(pid) for pid in pids if pid is not None) or "PID",
-    )
-    stop = KINDS[kind].interrupt_hint
+    words = {
+        "ranks": format_ranks(ranks) if ranks else "",
+        "first": ranks[0] if ranks else "",
+        "name": name_ranks(ranks) if ranks else "the ranks",
+        "pids": " ".join(str(pid) for pid in pids if pid is not None) or "PID",
+    }
+    step = KINDS[kind].next_step.format(**words)
+    stop = KINDS[kind].interrupt_hint.format(**words)
     if in_endpoint:
         stop = "Stop where the answer is awaited, or interrupt(actors), interrupts the endpoint; the actor lives."
     return f"{step} {stop}".strip()

@@ -40,6 +40,7 @@ def only(*snapshots, **more):
     assert len(found) == 1, as_text(found)
     assert found[0].kind in KINDS
     assert found[0].next_step
+    assert "{" not in found[0].next_step, found[0].next_step
     return found[0]
 
 

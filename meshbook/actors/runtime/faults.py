@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshbook.clock import monotonic
-from meshbook.errors import MeshbookError
+from meshbook.errors import MeshbookError, message_of
 from meshbook.ids import name_ranks
 from meshbook.wire import messages
 
@@ -52,7 +52,7 @@ class ActorError(MeshbookError):
     def __str__(self) -> str:
         parts = [self.message]
         for ranks, exception, text in [(self.ranks, self.exception, self.traceback), *self.others]:
-            summary = str(exception)
+            summary = message_of(exception)
             if not isinstance(exception, RemoteFailure):
                 summary = f"{type(exception).__name__}: {summary}"
             if text:  # the traceback ends with the complete message
@@ -158,14 +158,7 @@ def describe_exception(
             pickled = None
     except Exception:
         pass
-    return messages.ActorFailure(call, kind, type(error).__name__, _safe_str(error), text, pickled, rank)
-
-
-def _safe_str(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its text cannot be made)"
+    return messages.ActorFailure(call, kind, type(error).__name__, message_of(error), text, pickled, rank)
 
 
 def rebuild_exception(failure: messages.ActorFailure) -> BaseException:

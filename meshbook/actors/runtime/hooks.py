@@ -8,6 +8,7 @@ import traceback
 from typing import Any
 
 from meshbook.actors.runtime.faults import MeshFailure
+from meshbook.errors import message_of
 
 log = logging.getLogger("meshbook.actors")
 
@@ -27,7 +28,8 @@ async def supervise(actor: Any, name: str, failure: MeshFailure, *, on_loop: boo
             handled = await handled
         return None if handled else failure
     except BaseException as error:
-        text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was called with: {failure}"
+        raised = f"{type(error).__name__}: {message_of(error)}"
+        text = f"{name}.__supervise__ raised {raised}, when it was called with: {failure}"
         return MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))
 
 

@@ -25,7 +25,7 @@ import IPython
 from IPython.core.error import UsageError
 
 from meshbook.diagnose.source_files import is_user_file
-from meshbook.errors import CollectiveAborted
+from meshbook.errors import CollectiveAborted, message_of
 from meshbook.rank import limits
 from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Frame, RankError
@@ -231,11 +231,7 @@ def to_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
 
 def error_text(error: BaseException) -> str:
     """Return the message of an exception as it is reported."""
-    try:
-        text = str(error)
-    except Exception as failure:
-        text = f"<its __str__ raised {type(failure).__name__}>"
-    return escape_surrogates(_truncate_text(text))
+    return escape_surrogates(_truncate_text(message_of(error)))
 
 
 def _error_notes(error: BaseException) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from meshbook.errors import CheckpointError, MeshbookError
+from meshbook.errors import CheckpointError, MeshbookError, message_of
 from meshbook.ids import name_ranks
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def attempt(function: Callable[[], T]) -> Answer[T]:
     except MeshbookError as error:
         return Answer(error=str(error))
     except Exception as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
+        return Answer(error=f"{type(error).__name__}: {message_of(error)}")
 
 
 class Exchange:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.errors import UsageError
+from meshbook.errors import UsageError, message_of
 from meshbook.rank.healing.contents import has_state
 from meshbook.rank.object_states import load_state, local_part, state_of, tensors_of
 from meshbook.rank.process_groups import gradient_buckets
@@ -51,7 +51,7 @@ def capture(value: Any, name: str, meshes: Mapping[DeviceMesh, Any]) -> Part:
     except UsageError as error:
         raise UsageError(f"the state `{name}` cannot be copied: {error}") from None
     except Exception as error:  # what a user's state_dict() or __reduce__ raises
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {message_of(error)}"
         raise UsageError(f"the state `{name}` (a {type(value).__name__}) cannot be copied: {text}") from error
 
 
@@ -78,7 +78,7 @@ def restore(name: str, part: Part, namespace: MutableMapping[str, Any], meshes: 
         else:
             _load(kind, namespace[name], state)
     except Exception as error:
-        text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {message_of(error)}"
         raise UsageError(f"the state `{name}` could not be loaded from the snapshot: {text}") from error
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.errors import Preempted, UsageError
+from meshbook.errors import Preempted, UsageError, message_of
 from meshbook.rank.elastic import contents, resized, transfer
 from meshbook.rank.elastic import loader as loaders
 from meshbook.rank.elastic.agreement import (
@@ -408,7 +408,10 @@ def _load_together(load: Callable[[], None], decision: GoBack) -> None:
     try:
         load()
     except Exception as error:
-        problem, cause = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}", error
+        problem, cause = (
+            str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {message_of(error)}",
+            error,
+        )
     if texts := fold_problems([text.decode() for text in transfer.gather(problem.encode())]):
         again = "run the cell again, or begin anew (restart=True)"
         raise UsageError(f"{texts}. The snapshot of step {decision.snapshot.step} is kept: {again}") from cause

@@ -6,7 +6,7 @@ import copy
 
 from torch.distributed import DistBackendError
 
-from meshbook.errors import MeshbookError
+from meshbook.errors import MeshbookError, message_of
 
 
 class GroupBroken(MeshbookError, RuntimeError):
@@ -15,7 +15,7 @@ class GroupBroken(MeshbookError, RuntimeError):
 
 def is_transport_error(error: BaseException) -> bool:
     """Whether an error comes from a backend's own library: its connections or its communicator cannot be used."""
-    return isinstance(error, DistBackendError) or "gloo/transport" in str(error)
+    return isinstance(error, DistBackendError) or "gloo/transport" in message_of(error)
 
 
 class GroupFailure:

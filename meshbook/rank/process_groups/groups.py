@@ -24,7 +24,7 @@ import typing_extensions
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import MeshShapeError
+from meshbook.errors import MeshShapeError, message_of
 from meshbook.rank.process_groups.backends import BackendAborts
 from meshbook.rank.process_groups.connector import Connector
 from meshbook.rank.process_groups.exit_questions import ExitQuestions
@@ -137,7 +137,7 @@ class ProcessGroups:
         Args:
             generation: break groups of this one, also if they are formed later, and no newer ones. None: all there are.
         """
-        failure = GroupFailure(str(error).splitlines()[0] if str(error) else type(error).__name__, error)
+        failure = GroupFailure((message_of(error).splitlines() or [type(error).__name__])[0], error)
         with self._generation.lock:
             if not self._generation.record_abort(failure, generation):
                 return

@@ -21,6 +21,7 @@ from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 from meshbook.clock import monotonic
+from meshbook.errors import message_of
 from meshbook.ids import name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP_FILE
 
@@ -451,6 +452,6 @@ def _find_line(code: CodeType, instruction: int) -> UserLine:
 
 def one_line_error(error: BaseException) -> str:
     """Return `RuntimeError: Connection closed by peer`, without further lines of the message."""
-    text = str(error).strip()
+    text = message_of(error).strip()
     first = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from meshbook.errors import message_of
 from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -169,7 +170,7 @@ class TorchPatches:
         except RuntimeError as error:
             failure = self._abort_failure()
             replacement = failure.error_to_raise() if failure is not None and failure is not failure_before else None
-            if replacement is None and "KeyboardInterrupt: " in str(error):
+            if replacement is None and "KeyboardInterrupt: " in message_of(error):
                 replacement = KeyboardInterrupt()
             if replacement is None or isinstance(error, GroupBroken):
                 raise

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshbook.errors import message_of
 from meshbook.rank.recording.references import RecordedObjects
 from meshbook.wire.messages import InlineBuffer, Payload
 from meshbook.wire.pickler import PayloadPickler, PickleWriter, dump_tensor_table
@@ -53,7 +54,7 @@ def find_unpicklable(values: Mapping[str, Any], make_objects: Callable[[], Recor
         try:
             pickler.dump(value)
         except Exception as error:
-            found[name] = str(error).strip() or type(error).__name__
+            found[name] = message_of(error).strip() or type(error).__name__
     return found
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from meshbook.errors import message_of
+
 
 @dataclass
 class CollectiveError:
@@ -24,7 +26,7 @@ class CollectiveError:
             pickle.loads(pickled or b"")
         except Exception:
             pickled = None
-        return cls(type(error).__name__, str(error), pickled)
+        return cls(type(error).__name__, message_of(error), pickled)
 
     def restore(self) -> BaseException:
         if self.pickled is not None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from meshbook.errors import message_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
@@ -186,7 +187,7 @@ class ResidentModule:
                 reset_interrupted_step(self.module)
             for tensor in self.tensors:
                 tensor.grad = None
-            if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in str(error):
+            if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in message_of(error):
                 raise RuntimeError(
                     "a parameter got no gradient in the step before; where that is as it should be: "
                     f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshbook.errors import message_of
 from meshbook.rank.tensors.agreement import StepTracker
 from meshbook.rank.tensors.modes import BatchModes
 from meshbook.rank.tensors.operators import TemplateMessage
@@ -55,7 +56,7 @@ class Poison:
     @classmethod
     def of_error(cls, number: int, error: Exception, *, secondary: bool = False) -> Poison:
         trace = "".join(traceback.format_exception(error, limit=-4, chain=False))
-        return cls(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:], secondary=secondary)
+        return cls(number, type(error).__name__, message_of(error).strip()[:2000], trace[-4000:], secondary=secondary)
 
     def after_loss(self) -> Poison:
         """Return this poison of an interrupt in other words: the loss of a rank interrupts the others too."""
