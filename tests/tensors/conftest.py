@@ -1,4 +1,4 @@
-"""Two meshes for all tests of this folder that leave them clean: two ranks, and two by two."""
+"""Two meshes for all tests of this folder: two ranks, and two by two. Each test leaves them clean."""
 
 from __future__ import annotations
 
@@ -7,16 +7,30 @@ from collections.abc import Iterator
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
+from tests.shared import SharedMesh
 
 
 @pytest.fixture(scope="package")
-def mesh2() -> Iterator[Mesh]:
-    with create_mesh({"dp": 2}) as mesh:
-        yield mesh
+def shared2() -> Iterator[SharedMesh]:
+    shared = SharedMesh({"dp": 2})
+    yield shared
+    shared.close()
 
 
 @pytest.fixture(scope="package")
-def mesh22() -> Iterator[Mesh]:
-    with create_mesh({"dp": 2, "tp": 2}) as mesh:
-        yield mesh
+def shared22() -> Iterator[SharedMesh]:
+    shared = SharedMesh({"dp": 2, "tp": 2})
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def mesh2(shared2: SharedMesh) -> Iterator[Mesh]:
+    yield shared2.get()
+    shared2.check()
+
+
+@pytest.fixture
+def mesh22(shared22: SharedMesh) -> Iterator[Mesh]:
+    yield shared22.get()
+    shared22.check()

@@ -12,6 +12,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError
 from meshbook.tensors.creation import distribute
 from meshbook.tensors.remote import RemoteTensor
+from tests.shared import SharedMesh
 from tests.tensors.operations import OPERATIONS, Operation
 
 pytestmark = pytest.mark.numbers
@@ -84,8 +85,8 @@ def compare(found: torch.Tensor, plain: torch.Tensor, *, exact: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def meshes(mesh2: Mesh, mesh22: Mesh) -> dict[int, Mesh]:
-    return {1: mesh2, 2: mesh22}
+def meshes(shared2: SharedMesh, shared22: SharedMesh) -> dict[int, Mesh]:
+    return {1: shared2.get(), 2: shared22.get()}
 
 
 @pytest.mark.timeout(400)  # hundreds of operations
