@@ -26,6 +26,7 @@ from tests.cluster.bed import Bed, why_no_bed, why_no_slurm
 from tests.cluster.ray_bed import RayOnBed
 from tests.gate import Gate
 from tests.leaks import GRACE_S, Run
+from tests.second_pass import LeftBehind
 from tests.starvation import starve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,8 +156,8 @@ FOLDERS_WITH_MESHES = (
 )
 
 
-# Folders whose tests share meshes or kernels, and so a runtime folder; every other file of tests has one of its own.
-FOLDERS_WITH_SHARED_MESHES = ("actors", "browser", "controller", "kernel", "tensors")
+# Whose files share a server with its kernels, and so a runtime folder; every other file of tests has one of its own.
+SHARES_A_SERVER = "browser"
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 
@@ -172,7 +173,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         stash[RUN] = Run()
         isolate(stash[RUN])
     folder, *rest = item.path.relative_to(ROOT / "tests").parts
-    part = folder if folder in FOLDERS_WITH_SHARED_MESHES else "/".join((folder, *rest))
+    part = folder if folder == SHARES_A_SERVER else "/".join((folder, *rest))
     os.environ["MESHBOOK_RUNTIME_DIR"] = str(stash[RUN].runtime_dir_of(f"tests/{part}"))
 
 
@@ -225,17 +226,36 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """This run's own surroundings, for every process that a test starts.
 
     It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
-    they began. What is left then is an error of the run, shown at the last test, whichever test began it.
+    they began. What is left then, and not of one file (`nothing_is_left`), is an error of the run, shown at the last
+    test.
     """
     run = request.session.stash[RUN]
     folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
     with_meshes = not folders.isdisjoint(FOLDERS_WITH_MESHES) and importlib.util.find_spec("torch") is not None
     with fork_server(run.home) if with_meshes else nullcontext():
         yield run
-    left = run.wait_until_clean(float(os.environ.get("MESHBOOK_LEAK_GRACE_S", GRACE_S)))
+    left = run.wait_until_clean(grace_s(), run.reported)
     run.clean()
     if left:
         pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file of tests begins ends with it. Else its last test fails, and what is left is ended."""
+    before, processes = run.leftovers(), list(run.processes())
+    yield
+    if request.path.relative_to(ROOT / "tests").parts[0] in ONE_WORKER:
+        return  # the folder shares a server, or machines, of which the run's end takes care
+    left = run.wait_until_clean(grace_s(), before)
+    if left:
+        run.end_processes(apart_from=processes)
+        run.reported.update(left)
+        raise LeftBehind(f"{request.path.name} has left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def grace_s() -> float:
+    return float(os.environ.get("MESHBOOK_LEAK_GRACE_S", GRACE_S))
 
 
 @pytest.fixture

@@ -9,20 +9,24 @@ on the same machine are never taken for ours. Knows nothing of pytest and nothin
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MARKER = "MESHBOOK_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 
 # Seconds that what was told to end may take to end. A supervisor without ranks outlives a killed kernel by 10 s, others
-# give their ranks 1 s; a loaded machine doubles that.
-GRACE_S = 30.0
+# give their ranks 1 s; abandoned jobs and spares have up to 20 s; a loaded machine doubles that.
+GRACE_S = 60.0
+
+# Shared memory of torch names the process that made it. One that was killed cannot remove it.
+_OF_TORCH = re.compile(r"torch_(\d+)_")
 
 
 class Run:
@@ -32,6 +36,7 @@ class Run:
         runtime_dir: where meshes keep their sockets and connection files; mode 0700, and to be empty at the end. Its
             path is short, because a unix socket's path has 107 bytes at most and tests open some a few folders down.
         parts: further such folders inside it, each for what a part of the run names.
+        reported: what is left, and was reported already.
         home: where programs may keep what they like: settings, histories.
     """
 
@@ -43,6 +48,7 @@ class Run:
         for folder in (self.runtime_dir, self.home):
             folder.mkdir(mode=0o700)
         self.parts: dict[str, Path] = {}
+        self.reported: set[str] = set()
         self._shared_before = _shared_memory()
 
     @property
@@ -80,12 +86,22 @@ class Run:
     def _whose(self, path: Path) -> str:
         return "".join(f" of {part}" for part, folder in self.parts.items() if path.is_relative_to(folder))
 
-    def wait_until_clean(self, grace_s: float = GRACE_S) -> list[str]:
-        """`leftovers` once there are none, or those that are there after `grace_s` seconds. Blocks until then."""
+    def wait_until_clean(self, grace_s: float = GRACE_S, before: Collection[str] = ()) -> list[str]:
+        """`leftovers` once there are none, or those that are there after `grace_s` seconds. Blocks until then.
+
+        Args:
+            before: leave out these, which were there before.
+        """
         deadline = time.monotonic() + grace_s
-        while (left := self.leftovers()) and time.monotonic() < deadline:
+        while (left := [each for each in self.leftovers() if each not in before]) and time.monotonic() < deadline:
             time.sleep(0.05)  # other people's processes cannot be waited for, only looked at again
         return left
+
+    def end_processes(self, apart_from: Collection[int]) -> None:
+        """End this run's processes, but for these."""
+        for pid in self.processes():
+            if pid not in apart_from:
+                self._kill(pid)
 
     def clean(self) -> None:
         """End this run's processes and remove its folders: a leak is reported once and does not spoil the next run.
@@ -126,9 +142,17 @@ class Run:
 
         On a machine that is not ours alone, other programs make files there too; those of a live program are its own.
         """
-        new = _shared_memory() - self._shared_before
+        new = {path for path in _shared_memory() - self._shared_before if not _removed_for_its_dead_owner(path)}
         left = new - _in_use(new, apart_from={os.getpid(), *self.processes()}) if new else new
         return {path for path in left if path.exists()}  # what another program had for a moment is gone by now
+
+
+def _removed_for_its_dead_owner(path: Path) -> bool:
+    owner = _OF_TORCH.match(path.name)
+    if owner is None or Path(f"/proc/{owner[1]}").exists():
+        return False
+    path.unlink(missing_ok=True)
+    return True
 
 
 def _shared_memory() -> set[Path]:

@@ -37,6 +37,10 @@ TRIES = 2
 FLAKY = Path("build/flaky.json")
 
 
+class LeftBehind(pytest.fail.Exception):
+    """What a file of tests began goes on after it. It is run again as a whole."""
+
+
 # As a plugin ----------------------------------------------------------------------------------------------------------
 
 
@@ -49,6 +53,7 @@ def pytest_runtest_makereport(
     if report.failed and call.excinfo is not None:
         report.surroundings = {
             "compared": is_comparison(call.excinfo.value),
+            "whole_file": isinstance(call.excinfo.value, LeftBehind),
             "load": round(os.getloadavg()[0], 1),
             "pressure": cpu_pressure(),
         }
@@ -125,7 +130,8 @@ def is_red_at_once(failure: dict[str, Any]) -> bool:
     return failure.get("crashed", False) or (failure["numbers"] and failure["compared"])
 
 
-def passes_alone(test: str) -> bool:
+def passes_alone(failure: dict[str, Any]) -> bool:
+    test = failure["test"].partition("::")[0] if failure.get("whole_file") else failure["test"]
     for number in range(1, TRIES + 1):
         print(f"\nRun again, alone ({number} of {TRIES}): {test}", flush=True)
         status, notes = run_pytest(["--numprocesses=0", "--durations=0", test])
@@ -160,7 +166,7 @@ def main(arguments: list[str]) -> int:
     if len(failures) > MOST:
         print(f"{len(failures)} tests failed, more than {MOST}: none is run again.", flush=True)
         return status
-    flaky = [failure for failure in failures if not is_red_at_once(failure) and passes_alone(failure["test"])]
+    flaky = [failure for failure in failures if not is_red_at_once(failure) and passes_alone(failure)]
     red = [failure for failure in failures if failure not in flaky]
     if flaky:
         FLAKY.parent.mkdir(exist_ok=True)

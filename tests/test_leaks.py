@@ -131,6 +131,28 @@ def test_a_new_shared_memory_file_is_named_unless_a_stranger_holds_it(fresh: Run
         path.unlink()
 
 
+def test_torchs_shared_memory_of_a_process_that_was_killed_is_removed(fresh: Run) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(WAIT_S)
+    of_the_dead, of_the_living = (SHARED_MEMORY / f"torch_{pid}_{fresh.id}_0" for pid in (dead.pid, os.getpid()))
+    try:
+        of_the_dead.touch()
+        of_the_living.touch()
+        assert fresh.leftovers() == [f"{of_the_living} is new"]
+        assert not of_the_dead.exists()
+    finally:
+        of_the_living.unlink()
+        of_the_dead.unlink(missing_ok=True)
+
+
+def test_what_was_there_before_is_not_waited_for(fresh: Run) -> None:
+    (fresh.runtime_dir / "before").touch()
+    before = fresh.leftovers()
+    assert fresh.wait_until_clean(0, before) == []
+    (fresh.runtime_dir / "after").touch()
+    assert fresh.wait_until_clean(0, before) == [f"{fresh.runtime_dir}/after is still in the runtime folder"]
+
+
 def test_the_runtime_folder_is_private_and_leaves_room_for_socket_names(fresh: Run) -> None:
     assert fresh.runtime_dir.stat().st_mode & 0o777 == 0o700
     assert len(str(fresh.runtime_dir)) < 40  # of the 107 bytes of a unix socket's path
@@ -148,6 +170,7 @@ def test_a_test_run_that_leaves_something_behind_fails_and_says_what() -> None:
     )
     assert done.returncode == 1, done.stdout
     assert "1 passed, 1 error" in done.stdout
+    assert "leaky_example.py has left something behind" in done.stdout
     pid = re.search(r"process (\d+) still runs: .*time\.sleep\(100\)", done.stdout)
     assert pid, done.stdout
     assert not Path(f"/proc/{pid[1]}/cmdline").exists() or not Path(f"/proc/{pid[1]}/cmdline").read_bytes()

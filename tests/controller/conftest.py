@@ -10,7 +10,7 @@ from meshbook.controller.mesh import Mesh
 from tests.shared import SharedMesh
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared_mesh() -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2, "tp": 2})
     yield shared

@@ -41,7 +41,7 @@ class SharedKernel:
         self._running.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared_kernel(run: object) -> Iterator[SharedKernel]:
     shared = SharedKernel()
     yield shared

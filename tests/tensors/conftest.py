@@ -10,14 +10,14 @@ from meshbook.controller.mesh import Mesh
 from tests.shared import SharedMesh
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared2() -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2})
     yield shared
     shared.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared22() -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2, "tp": 2})
     yield shared
