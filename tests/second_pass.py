@@ -84,15 +84,16 @@ def cpu_pressure() -> float | None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """In the process that reports: note what failed, and how many did not."""
     if (notes := os.environ.get(NOTES)) is None:
         return
     stats = terminalreporter.stats
     failures: dict[str, dict[str, Any]] = {}
-    for report in [*stats.get("failed", ()), *stats.get("error", ())]:
-        if not isinstance(report, pytest.TestReport):  # a module that cannot be imported; the exit status says so too
-            continue
+    reports = [*stats.get("failed", ()), *stats.get("error", ())]
+    if not all(isinstance(report, pytest.TestReport) for report in reports):  # a file of tests cannot be imported
+        return
+    for report in reports:
         failure = {
             "test": report.nodeid,
             "when": report.when,
@@ -130,11 +131,17 @@ def is_red_at_once(failure: dict[str, Any]) -> bool:
     return failure.get("crashed", False) or (failure["numbers"] and failure["compared"])
 
 
+def cause_of(failure: dict[str, Any]) -> tuple[str, ...]:
+    """A fixture that fails for a whole file of tests is one cause."""
+    file = failure["test"].partition("::")[0]
+    return (file, failure["why"]) if failure["when"] == "setup" else (failure["test"],)
+
+
 def passes_alone(failure: dict[str, Any]) -> bool:
     test = failure["test"].partition("::")[0] if failure.get("whole_file") else failure["test"]
     for number in range(1, TRIES + 1):
         print(f"\nRun again, alone ({number} of {TRIES}): {test}", flush=True)
-        status, notes = run_pytest(["--numprocesses=0", "--durations=0", test])
+        status, notes = run_pytest(["--numprocesses=0", test])
         if status == 0 and notes is not None and notes["passed"]:
             return True
     return False
@@ -163,8 +170,8 @@ def main(arguments: list[str]) -> int:
     if status != pytest.ExitCode.TESTS_FAILED or notes is None:
         return status
     failures = notes["failures"]
-    if len(failures) > MOST:
-        print(f"{len(failures)} tests failed, more than {MOST}: none is run again.", flush=True)
+    if (num_causes := len({cause_of(failure) for failure in failures})) > MOST:
+        print(f"{num_causes} tests failed, more than {MOST}: none is run again.", flush=True)
         return status
     flaky = [failure for failure in failures if not is_red_at_once(failure) and passes_alone(failure)]
     red = [failure for failure in failures if failure not in flaky]

@@ -129,6 +129,21 @@ def test_many_failures_are_no_chance(tmp_path: Path) -> None:
     assert last_line(output) == "16 tests failed, more than 15: none is run again."
 
 
+def test_a_fixture_that_fails_for_a_whole_file_is_one_failure(tmp_path: Path) -> None:
+    tests = """
+@pytest.fixture(scope="module")
+def broken():
+    has_run = pathlib.Path("has-run")
+    assert has_run.exists() or has_run.touch()
+
+@pytest.mark.parametrize("n", range(16))
+def test_a(n, broken): pass
+"""
+    status, output = second_pass(tmp_path, tests)
+    assert status == 0
+    assert last_line(output) == "17 passed"
+
+
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_crash_is_never_run_again(tmp_path: Path, workers: str) -> None:
     tests = "def test_a():\n    if fails(1): os.abort()"
@@ -137,9 +152,12 @@ def test_a_crash_is_never_run_again(tmp_path: Path, workers: str) -> None:
     assert "Run again" not in output
 
 
-def test_a_module_that_cannot_be_imported_is_red(tmp_path: Path) -> None:
-    status, _ = second_pass(tmp_path, "raise ImportError('no such thing')")
-    assert status == pytest.ExitCode.INTERRUPTED
+@pytest.mark.parametrize("option", ["--verbose", "--continue-on-collection-errors"])
+def test_a_module_that_cannot_be_imported_is_red(tmp_path: Path, option: str) -> None:
+    (tmp_path / "test_other.py").write_text("raise ImportError('no such thing')")
+    status, output = second_pass(tmp_path, "", option, "test_other.py")
+    assert status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.TESTS_FAILED)
+    assert "Run again" not in output
 
 
 def test_large_values_are_compared_by_their_first_difference() -> None:
