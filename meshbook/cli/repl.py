@@ -26,7 +26,7 @@ from meshbook.cli.output import CellOutputWriter
 
 # Seconds that the kernel may take to stop its mesh and exit: a supervisor gives its ranks 1 s, a loaded machine needs
 # more.
-_SHUTDOWN_TIMEOUT_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 60.0
 
 
 class _MeshbookKernelManager(KernelManager):

@@ -63,6 +63,6 @@ class PageSessions:
 
 def missed_output_note(numbers: tuple[int, ...]) -> str:
     """Return the note for a page that has missed the output of these cells."""
-    what = f"cell {numbers[0]} ran; its" if len(numbers) == 1 else f"cells {format_ranks(numbers)} ran; their"
+    cells, whose = (f"cell {numbers[0]}", "its") if len(numbers) == 1 else (f"cells {format_ranks(numbers)}", "their")
     ways = ", ".join(f"%mesh history {number}" for number in numbers[:3]) + (", …" if len(numbers) > 3 else "")
-    return f"the page was opened or reloaded while {what} whole output: {ways}"
+    return f"the page was opened or reloaded while {cells} ran, or just after; {whose} whole output: {ways}"

@@ -274,7 +274,7 @@ def test_an_init_that_does_not_end_is_interrupted_too() -> None:
 def test_an_interrupt_reaches_what_the_endpoint_waits_for() -> None:
     first, second = (this_proc().spawn(name, Counter) for name in ("first", "second"))
     call = first.wait_for.call_one(second)
-    _until_it_spins()
+    _until(lambda: _spins() and bool(futures._waiting_threads))  # the one spins, and the other waits for it
     call.interrupt()
     with pytest.raises(ActorError, match="KeyboardInterrupt"):
         call.get(WAIT_S)

@@ -150,5 +150,5 @@ def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
         found = re.search(r"pid (\d+)", strip_ansi(read_until(tty, "In [2]: ")).partition("getpid())")[2])
         assert found is not None
         process.send_signal(signal.SIGHUP)
-        wait_until(lambda: has_exited(int(found[1])), 30, "the end of the rank")
+        wait_until(lambda: has_exited(int(found[1])), WAIT_S, "the end of the rank")
         assert process.wait(WAIT_S) == 128 + signal.SIGHUP

@@ -86,7 +86,7 @@ def test_stop_while_a_start_waits_cancels_the_job(slurm: Bed) -> None:
         ("slurm://?blub=1", {}, "unrecognized option '--blub=1'"),
         ("slurm://?gres=gpu:2", {}, "Invalid generic resource (gres) specification"),
         ("slurm://small", {}, "Slurm would never run the job: the partition does not "),
-        ("slurm://?python=/no/python", {}, "n1 has no interpreter /no/python"),
+        ("slurm://?python=/no/python", {}, " has no interpreter /no/python"),
     ],
 )
 def test_what_slurm_refuses_is_said_in_its_words(slurm: Bed, on: str, options: dict[str, Any], words: str) -> None:

@@ -119,9 +119,12 @@ def test_a_thousand_other_sessions_do_not_make_a_known_page_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ((7,), "while cell 7 ran; its whole output: %mesh history 7"),
-        ((7, 8), "while cells 7-8 ran; their whole output: %mesh history 7, %mesh history 8"),
-        ((1, 2, 3, 9), "cells 1-3,9 ran; their whole output: %mesh history 1, %mesh history 2, %mesh history 3, …"),
+        ((7,), "while cell 7 ran, or just after; its whole output: %mesh history 7"),
+        ((7, 8), "while cells 7-8 ran, or just after; their whole output: %mesh history 7, %mesh history 8"),
+        (
+            (1, 2, 3, 9),
+            "cells 1-3,9 ran, or just after; their whole output: %mesh history 1, %mesh history 2, %mesh history 3, …",
+        ),
     ],
 )
 def test_the_note_says_where_the_output_is(numbers: tuple[int, ...], expected: str) -> None:

@@ -333,14 +333,14 @@ def test_an_actor_whose_record_would_take_too_much_is_copied_anew_and_goes_on(
     monkeypatch.chdir(tmp_path)
     mesh.record(limit=60_000)
     ledger = mesh.spawn("long", Ledger).slice(rank=2)
-    for amount in range(200):
+    for amount in range(400):
         ledger.add.call_one(0, amount).get()
     with pytest.raises(ActorError) as raised:
         ledger.audit.call_one().get()
     mesh.save_record()
     mesh.record(False)
     path = tmp_path / "failures" / "f1" / "rank2.long.bundle"
-    assert 1 <= len(BundleFile(path).body.messages) < 201
+    assert 1 <= len(BundleFile(path).body.messages) < 401
     assert path.stat().st_size < 120_000
     end = replayer.replay(path)
     assert end["difference"] == ""

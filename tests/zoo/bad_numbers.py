@@ -179,7 +179,8 @@ PLANTED = (
     _forward(
         "overflow in a leaf in FSDP2",
         "fsdp",
-        "lambda self, h: h + 3e38",
+        # A sum that grows with each term: it overflows in whatever order they are added.
+        "lambda self, h: h * 0 + 3e38 * (self.down.weight[0] > 0)",
         "model.blocks.1",
         "(forward)",
     ),
