@@ -267,9 +267,11 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="session")
-def bed() -> Iterator[Bed]:
+def bed(run: Run) -> Iterator[Bed]:
     """Machines n1 and n2, which the ssh on PATH reaches. What meshes have left on them at the end fails the run."""
+    before = set(run.processes())
     bed = Bed(2)
+    run.lasting |= set(run.processes()) - before  # until the end of the run, whichever file came first
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{bed.ssh}{os.pathsep}{path}"
     try:
@@ -278,6 +280,7 @@ def bed() -> Iterator[Bed]:
     finally:
         os.environ["PATH"] = path
         bed.close()
+        run.lasting.clear()
     if left:
         pytest.fail("meshes have left on other machines:\n  " + "\n  ".join(left), pytrace=False)
 

@@ -37,6 +37,7 @@ class Run:
             path is short, because a unix socket's path has 107 bytes at most and tests open some a few folders down.
         parts: further such folders inside it, each for what a part of the run names.
         reported: what is left, and was reported already.
+        lasting: processes that are meant to go on after a file of tests.
         home: where programs may keep what they like: settings, histories.
     """
 
@@ -49,6 +50,7 @@ class Run:
             folder.mkdir(mode=0o700)
         self.parts: dict[str, Path] = {}
         self.reported: set[str] = set()
+        self.lasting: set[int] = set()
         self._shared_before = _shared_memory()
 
     @property
@@ -71,7 +73,7 @@ class Run:
     def leftovers(self) -> list[str]:
         """One sentence for each thing that is there and should not be; empty for a clean house."""
         return [
-            *(f"process {pid} still runs: {command}" for pid, command in self.processes().items()),
+            *(f"process {pid} still runs: {cmd}" for pid, cmd in self.processes().items() if pid not in self.lasting),
             *(f"{path} is still in the runtime folder{self._whose(path)}" for path in self._left_there()),
             *(f"{path} is new" for path in sorted(self._new_shared_memory())),
         ]
@@ -100,7 +102,7 @@ class Run:
     def end_processes(self, apart_from: Collection[int]) -> None:
         """End this run's processes, but for these."""
         for pid in self.processes():
-            if pid not in apart_from:
+            if pid not in apart_from and pid not in self.lasting:
                 self._kill(pid)
 
     def clean(self) -> None:

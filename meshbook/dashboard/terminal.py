@@ -130,6 +130,8 @@ class TopApp(App[None]):
 
     def redraw(self) -> None:
         """Draw the current snapshot."""
+        if not self.query("#head"):
+            return  # the app ends, and its widgets are gone; the timer is not yet
         snapshot = self._source.snapshot
         shown_ranks = set(self._mesh.ranks)
         ranks = [rank for rank in snapshot.ranks if rank.rank in shown_ranks]

@@ -50,8 +50,9 @@ def serve(fd: int, *, with_torch: bool, listen_path: str) -> NoReturn:
         os._exit(0)
     gc.collect()
     gc.freeze()  # the garbage collector must not write to the shared pages
+    listener = _bind_listener(listen_path)
     host.send(spawn.encoder.encode(spawn.ForkServerReady(time.monotonic() - started)))
-    _serve_fork_requests(host, _bind_listener(listen_path), _rank_main)
+    _serve_fork_requests(host, listener, _rank_main)
 
 
 def find_fork_hazard() -> str | None:

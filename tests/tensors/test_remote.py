@@ -120,7 +120,7 @@ def test_requires_grad_said_twice_brings_the_gradient_to_its_placement_once(mesh
 
 
 @pytest.mark.parametrize(
-    "run",
+    "operation",
     [
         lambda x: x.expand(4, 3),
         lambda x: x + torch.ones(4, 3),
@@ -131,9 +131,9 @@ def test_requires_grad_said_twice_brings_the_gradient_to_its_placement_once(mesh
     ],
     ids=["expand", "broadcast", "squeeze", "view", "reshape", "keepdim"],
 )
-def test_a_dim_of_one_row_may_be_cut(run: Callable[[torch.Tensor], torch.Tensor], mesh2: Mesh) -> None:
+def test_a_dim_of_one_row_may_be_cut(operation: Callable[[torch.Tensor], torch.Tensor], mesh2: Mesh) -> None:
     local = torch.tensor([[1.0, 2.0, 3.0]])
-    assert torch.equal(run(distribute(local, mesh2, [Shard(0)])).full_tensor(), run(local))
+    assert torch.equal(operation(distribute(local, mesh2, [Shard(0)])).full_tensor(), operation(local))
 
 
 def test_an_operator_that_only_the_notebook_knows_fails_alone_and_works_once_the_ranks_know_it(mesh2: Mesh) -> None:
