@@ -126,13 +126,13 @@ class Executor:
             self._groups.call_began(command.call, label, monotonic())
             outcome = handler(command)
             self._sentinel.call_ended()
+            actor_hooks.call_ended()
         except KeyboardInterrupt:  # between two lines of Meshbook, when no user code is running
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
         if outcome.status == "interrupted" and torch is not None:
             torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
-        actor_hooks.call_ended()
         seconds = perf_counter() - started
         self._reporter.may_have_sent = False
         try:
