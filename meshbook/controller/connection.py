@@ -103,7 +103,7 @@ class SupervisorConnection:
         self._pidfd = _open_pidfd(connection_info)
         self._loop = Loop(on_error=self._on_loop_error)
         self._logged_error_types: set[type] = set()  # error types already logged
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None  # why the supervisor has stopped the mesh, as it said before it exits
         self.ended_unexpectedly = False  # the supervisor exited without MeshStopped
         self.silent = False  # no message for some seconds while a request was pending
         self._num_silent_checks = 0  # consecutive checks without a received message
@@ -306,7 +306,7 @@ class SupervisorConnection:
             log.warning("the supervisor refused something: %s", report.text)
 
     def _on_mesh_stopped(self, report: messages.MeshStopped) -> None:
-        self._stop_reason = report.reason
+        self.stop_reason = report.reason
         held = "what its ranks held is gone; %mesh restart gives fresh ones"
         self.pending.fail_all(f"the mesh {self.connection_info.name!r} has ended: {report.reason}; {held}")
         if self._pidfd is None and not self._is_local:
@@ -326,20 +326,20 @@ class SupervisorConnection:
         if successor is not None:
             self.connection_info, self._pidfd = successor, _open_pidfd(successor)
             self._watch_supervisor()
-        elif is_pending and self._stop_reason is None and self._loop.clock.monotonic() < deadline:
+        elif is_pending and self.stop_reason is None and self._loop.clock.monotonic() < deadline:
             self._loop.call_later(_TAKEOVER_POLL_S, lambda: self._find_successor(deadline))
         else:
             self._mesh_ended()
 
     def _mesh_ended(self) -> None:
         """End every open call."""
-        if self._stop_reason is None:  # its last reports may arrive after its exit: one of them says why
+        if self.stop_reason is None:  # its last reports may arrive after its exit: one of them says why
             for frames in self._sockets.last_reports(_LAST_REPORTS_TIMEOUT_S):
                 self._notify((self._on_message,), frames)
-                if self._stop_reason is not None:
+                if self.stop_reason is not None:
                     break
-        self.ended_unexpectedly = self._stop_reason is None
-        reason = self._stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
+        self.ended_unexpectedly = self.stop_reason is None
+        reason = self.stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
         self.pending.fail_all(
             f"the mesh {self.connection_info.name!r} is gone: {reason}. Start one with %mesh start -n 4"
         )

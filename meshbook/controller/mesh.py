@@ -220,7 +220,10 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         self._session.set_names(names, self.resolve_ranks(None), chosen_at=chosen_at)
 
     def pull(self, what: str | RemoteValue, *, ranks: Sequence[int] | int | str | None = None) -> RankValues:
-        """Return the ranks' values of a name (or of a handle), by rank. Blocks.
+        """Return the ranks' values of a name (or of a handle), by rank. Blocks until the cells before it have ended.
+
+        Args:
+            what: a name ("losses"), also with attributes ("model.weight"), or a handle.
 
         Raises:
             MeshNameError: no rank has that name.
@@ -229,7 +232,7 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         chosen = self.resolve_ranks(ranks) if ranks is not None else self._session.living(self.ranks)
         if isinstance(what, str):
             self._session.check_attached()
-            what = remote.handle_by_name(self._session, what, self.ranks)
+            return remote.pull_by_name(self._session, what, chosen, self.ranks)
         if not isinstance(what, RemoteValue):  # a remote tensor
             command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, retain=False, label="pull")
             return self._session.run_for_values(command)

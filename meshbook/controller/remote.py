@@ -15,7 +15,7 @@ import msgspec
 from meshbook.controller import extensions, running
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
-from meshbook.errors import MeshNameError, TransferError
+from meshbook.errors import CellError, MeshNameError, TransferError
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.marimo.page import marimo_mime
@@ -217,12 +217,7 @@ for _op in ("neg", "pos", "invert", "abs", "round"):
 
 
 def handle_by_name(session: Session, name: str, ranks: Ranks) -> RemoteValue:
-    """Return a handle to a name that must exist on at least one of the ranks.
-
-    Raises:
-        MeshNameError: no rank has it.
-    """
-    name_tensor_meta(session, name, ranks)
+    """Return a handle to a name; whether the ranks have it is not asked."""
     return RemoteValue(session, Expression(NameRef(name)), ranks)
 
 
@@ -274,6 +269,26 @@ def pull(value: RemoteValue, ranks: Ranks | None = None) -> RankValues:
     session = value._meshbook_session
     chosen = session.living(value._meshbook_ranks) if ranks is None else ranks
     return session.evaluate(value._meshbook_path, chosen, retain=False)
+
+
+def pull_by_name(session: Session, name: str, chosen: Ranks, all_ranks: Ranks) -> RankValues:
+    """Return the objects of a name, which may have attributes ("model.weight"), from the chosen ranks.
+
+    Whether there is such a name is asked after the ranks have failed, not before: a cell ahead may be about to bind it.
+
+    Raises:
+        MeshNameError: none of all ranks has that name.
+    """
+    name, *attributes = name.split(".")
+    path = Expression(NameRef(name))
+    for attribute in attributes:
+        path = path.attr(attribute)
+    try:
+        return session.evaluate(path, chosen, retain=False)
+    except CellError as error:
+        failed = error
+    name_tensor_meta(session, name, all_ranks)
+    raise failed
 
 
 def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:

@@ -65,7 +65,7 @@ async def stream(session: Session, closing: asyncio.Event, cursor: int | None) -
             except MeshTimeout:  # the supervisor is busy, or stuck
                 continue
             except MeshbookError as error:
-                yield _event("end", {"reason": session.ended or str(error)})
+                yield _event("end", {"reason": session.ended or session.connection.stop_reason or str(error)})
                 return
             answer = answers.logs_answer(output, cursor)
             new_cursor = answer["cursor"]

@@ -166,18 +166,15 @@ def _push(notebook: Notebook, options: argparse.Namespace) -> None:
 
 def _pull(notebook: Notebook, options: argparse.Namespace) -> Any:
     mesh = mesh_named(notebook)
-    name, *attributes = options.what.split(".")
+    name = options.what.partition(".")[0]
     try:
-        handle = mesh[name]
+        values = mesh.pull(options.what, ranks=options.rank)
     except MeshNameError:
         if _is_local(notebook, name):
             raise MeshNameError(f"`{name}` lives on the controller, not on the ranks; %mesh push {name}") from None
         names = mesh.status().names
         have = f"cells have bound {', '.join(names[-_MAX_NAMES_LISTED:])}" if names else "no cell has bound a name yet"
         raise MeshNameError(f"`{name}` is not on the ranks; {suggest(name, names) or have}") from None
-    for attribute in attributes:
-        handle = getattr(handle, attribute)
-    values = mesh.pull(handle, ranks=options.rank)
     return values if options.rank is None else values[options.rank]
 
 

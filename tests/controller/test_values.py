@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import duckdb
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
+from meshbook.controller.results import RankValues
 from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, UsageError, ValuesDiffer
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
@@ -156,6 +158,30 @@ def test_a_name_that_no_rank_has_is_an_error_that_lists_those_there_are(mesh: Me
     mesh.run("here = 1")
     with pytest.raises(MeshNameError, match=r"no_such_name.*names there: .*here"):
         mesh["no_such_name"]
+
+
+def test_a_name_that_a_cell_is_about_to_bind_is_pulled_when_it_has(mesh: Mesh, gate: Gate) -> None:
+    mesh.run(f"{gate.wait}\nabout_to_be = torch.nn.Linear(2, 3)", wait=False)
+    pulled: list[RankValues] = []
+    puller = threading.Thread(target=lambda: pulled.append(mesh.pull("about_to_be.in_features")))
+    puller.start()
+    when(lambda: len(mesh.session.connection.pending) >= 2 or not puller.is_alive())
+    gate.open()
+    puller.join(WAIT_S)
+    assert [values.same() for values in pulled] == [2]
+
+
+def test_pull_of_a_name_that_no_rank_has_lists_those_there_are(mesh: Mesh) -> None:
+    mesh.run("here = 1")
+    with pytest.raises(MeshNameError, match=r"no_such_name.*names there: .*here"):
+        mesh.pull("no_such_name.attribute")
+
+
+def test_pull_of_a_name_that_a_rank_lacks_names_the_rank(mesh: Mesh) -> None:
+    mesh.run("if rank == 1: only_on_one = 1")
+    assert mesh.pull("only_on_one", ranks=1)[1] == 1
+    with pytest.raises(CellError, match="only_on_one"):
+        mesh.pull("only_on_one")
 
 
 def test_members_of_a_handle_can_be_listed(mesh: Mesh) -> None:
