@@ -15,7 +15,7 @@ import msgspec
 from meshbook.controller import extensions, running
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
-from meshbook.errors import CellError, MeshNameError, TransferError
+from meshbook.errors import CellError, CellInterrupted, MeshNameError, TransferError
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.marimo.page import marimo_mime
@@ -285,6 +285,8 @@ def pull_by_name(session: Session, name: str, chosen: Ranks, all_ranks: Ranks) -
         path = path.attr(attribute)
     try:
         return session.evaluate(path, chosen, retain=False)
+    except CellInterrupted:  # the cell that binds the name may still be at it
+        raise
     except CellError as error:
         failed = error
     name_tensor_meta(session, name, all_ranks)

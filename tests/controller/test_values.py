@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 
 import duckdb
@@ -15,7 +17,15 @@ import torch
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
-from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, UsageError, ValuesDiffer
+from meshbook.errors import (
+    CellError,
+    CellInterrupted,
+    MeshNameError,
+    MeshShapeError,
+    TransferError,
+    UsageError,
+    ValuesDiffer,
+)
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
@@ -169,6 +179,20 @@ def test_a_name_that_a_cell_is_about_to_bind_is_pulled_when_it_has(mesh: Mesh, g
     gate.open()
     puller.join(WAIT_S)
     assert [values.same() for values in pulled] == [2]
+
+
+def test_stop_ends_a_pull_and_says_so_not_that_there_is_no_such_name(mesh: Mesh, gate: Gate) -> None:
+    binding = mesh.run(f"{gate.wait}\nnot_yet = 1", wait=False)
+
+    def press_stop() -> None:
+        when(lambda: len(mesh.session.connection.pending) >= 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_stop).start()
+    with pytest.raises(KeyboardInterrupt):  # CellInterrupted, or one that came while the request was sent
+        mesh.pull("not_yet")
+    gate.open()
+    binding.result(WAIT_S)
 
 
 def test_pull_of_a_name_that_no_rank_has_lists_those_there_are(mesh: Mesh) -> None:
