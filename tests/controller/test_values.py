@@ -19,7 +19,6 @@ from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
 from meshbook.errors import (
     CellError,
-    CellInterrupted,
     MeshNameError,
     MeshShapeError,
     TransferError,
