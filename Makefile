@@ -2,11 +2,13 @@
 # installed from this folder and every direct dependency at the version in constraints.txt.
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
-#   make test    run every test this machine can run, and what failed again, alone: what passes then is listed as flaky
-#                (make test PEERS=1 installs Monarch and Ray, whose tests then run; WORKERS=0 runs one test after the
-#                other, for one who looks for the cause of a failure)
-#   make test-fast  the pure tests and those of one mesh, for every change: at most 4 minutes on two quiet cores
-#   make test-pure  those that need neither torch nor a mesh, on any Python: make test-pure PYTHON=python3.13
+#   make test    whether README's promises hold, within 15 minutes on two cores (tests/suites.py); what failed is run
+#                again, alone, and listed as flaky if it passes then (make test PEERS=1 installs Monarch and Ray, whose
+#                tests then run; WORKERS=0 runs one test after the other, for one who looks for the cause of a failure)
+#   make test-all   every test that this machine can run, each folder in a process of its own: an hour on two cores
+#   make soak    random programs, faults and hangs, for as long as one likes: make soak MINUTES=60
+#   make test-fast  the tests that start no process and those of one mesh, for every change: at most 4 minutes
+#   make test-pure  those that start no process, without torch, on any Python: make test-pure PYTHON=python3.13
 #   make test-cluster  those on several machines, which are made of namespaces: as root, with sshd and iproute2; with
 #                     slurm-wlm and munge those in a Slurm cluster too, with Ray (PEERS=1) those on a Ray
 #   make test-gpu  those that need NVIDIA GPUs, one or several; what passed where is written to build/gpu.md
@@ -19,6 +21,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes that `make test` runs tests in, a file of them in one; 0: one after the other, which takes half as long again.
 WORKERS ?= 2
+# How long `make soak` takes.
+MINUTES ?= 60
 BIN := $(VENV)/bin
 QUICKSTART := notebooks/quickstart.ipynb
 
@@ -29,7 +33,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernelspec/*)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure test-cluster test-gpu lab bench docs check clean
+.PHONY: help demo test test-all soak test-fast test-pure test-cluster test-gpu lab bench docs check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,29 +53,21 @@ demo: $(VENV)/installed-demo
 	$(BIN)/python -m meshbook.cli.main run $(QUICKSTART)
 
 test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
-	$(BIN)/python -m tests.second_pass --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m tests.second_pass --gate --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
 
-# Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
-PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py tests/test_selections.py \
-	$(addprefix tests/controller/test_,call_errors.py connection.py console.py debugging.py pending_requests.py stop_presses.py) \
-	$(addprefix tests/controller/test_,subscription.py tables.py) \
-	$(addprefix tests/dashboard/test_,charts.py view.py) \
-	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py log_files.py staged_commands.py) \
-	$(addprefix tests/rank/test_,blas.py call_state.py capture.py departures.py digests.py expressions.py forkserver.py) \
-	$(addprefix tests/rank/test_,healing_choice.py main.py namespace.py output_pacing.py preemption.py) \
-	$(addprefix tests/rank/test_,ring.py service.py) \
-	$(addprefix tests/supervisor/test_,call_table.py cell_sources.py clients.py desync.py driver.py group_state.py) \
-	$(addprefix tests/supervisor/test_,healing.py history.py kept_output.py logfile.py machines.py monitoring.py) \
-	$(addprefix tests/supervisor/test_,input_requests.py log_searches.py past_cells.py) \
-	$(addprefix tests/supervisor/test_,preemption.py rank_table.py resizing.py series.py snapshot_requests.py) \
-	$(addprefix tests/supervisor/test_,silent_hosts.py stalls.py state.py) \
-	$(addprefix tests/wire/test_,codec.py crash_log.py interrupt_points.py keys.py link.py loop.py rate_limited_log.py)
-# ... and what they need.
+test-all: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
+	$(BIN)/python -m tests.by_folder --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST_ARGS)
+
+soak: $(VENV)/installed-dev
+	$(BIN)/python -m tests.soak --minutes=$(MINUTES) $(SOAK_ARGS)
+
+# What the tests that start no process need; those of them that need more are skipped, with the reason.
 PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis
 PURE_VENV = .venv-pure/$(notdir $(PYTHON))
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(PURE) tests/controller/test_run.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m pure tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/controller/test_run.py $(PYTEST_ARGS)
 
 test-cluster: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m pytest -m cluster tests/cluster tests/engines $(PYTEST_ARGS)
@@ -82,7 +78,7 @@ test-gpu: $(VENV)/installed-dev
 test-pure:
 	test -x $(PURE_VENV)/bin/python || $(PYTHON) -m venv $(PURE_VENV)
 	$(PURE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PURE_NEEDS)
-	$(PURE_VENV)/bin/python -m pytest -q $(PURE) $(PYTEST_ARGS)
+	$(PURE_VENV)/bin/python -m pytest -q -rfE -m pure tests $(PYTEST_ARGS)
 
 lab: $(VENV)/installed-lab
 	$(BIN)/python -m jupyter lab $(QUICKSTART)

@@ -28,6 +28,7 @@ from tests.gate import Gate
 from tests.leaks import GRACE_S, Run
 from tests.second_pass import LeftBehind
 from tests.starvation import starve
+from tests.suites import is_in_gate, kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +51,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gate", action="store_true", help="only the tests of `make test`, which tests/suites.py names")
     parser.addoption("--starve", type=float, default=0.0, help="the part of the threads that get no processor")
     parser.addoption("--starve-seed", type=int, default=0, help="which threads, and when")
 
@@ -60,6 +62,27 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
     runs_all = fraction and not hasattr(session.config, "workerinput")  # of pytest-xdist
     with starve(fraction, session.config.getoption("starve_seed")) if runs_all else nullcontext():
         return (yield)
+
+
+# What starts a process, as Python's audit events name it.
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+pure_test: str | None = None  # that runs
+
+
+@sys.addaudithook
+def refuse_processes(event: str, _: object) -> None:
+    if pure_test is not None and event in STARTS:
+        raise RuntimeError("a pure test starts a process: it has to use `processes`, `meshes` or `kernels`")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    global pure_test
+    pure_test = item.nodeid if item.get_closest_marker("pure") else None
+    try:
+        return (yield)
+    finally:
+        pure_test = None
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
@@ -102,6 +125,38 @@ def reason_to_skip(marker: str) -> str | None:
     return None
 
 
+# Where there is no torch, the tests that need none run (`make test-pure`).
+WITHOUT_TORCH = importlib.util.find_spec("torch") is None
+
+
+def what_is_missing(error: BaseException | None) -> str | None:
+    """The module without which an import fails here; None: nothing that may be missing is."""
+    if not WITHOUT_TORCH or not isinstance(error, ImportError) or error.name is None:
+        return None
+    if not isinstance(error, ModuleNotFoundError):  # of a file of tests that could not be imported for the same reason
+        return f"what {error.name} needs" if error.name.startswith("tests.") else None
+    return None if error.name.partition(".")[0] in ("meshbook", "tests") else error.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, pytest.CollectReport]:
+    report = yield
+    call = getattr(report, "call", None)
+    if call is not None and call.excinfo is not None and (name := what_is_missing(call.excinfo.value.__cause__)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {name} is not installed")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if (name := what_is_missing(error)) is None:
+            raise
+        pytest.skip(f"{name} is not installed")
+
+
 # What takes minutes and is one file, or few: begun at the end of a run, one worker would be at it alone. With several
 # workers these come first, and then the files with most tests.
 FIRST = ("campaign", "browser", "cluster", "zoo", "test_marimo.py")
@@ -124,6 +179,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kinds = {item: kind_of(getattr(item, "fixturenames", ())) for item in items}
+    for item, kind in kinds.items():
+        item.add_marker(kind)
+    if config.getoption("gate"):
+        kept = [item for item in items if is_in_gate(kinds[item], item.path.relative_to(ROOT / "tests").as_posix())]
+        config.hook.pytest_deselected(items=list(kinds.keys() - set(kept)))
+        items[:] = kept
     if hasattr(config, "workerinput"):  # of pytest-xdist
         num_tests = Counter(item.path for item in items)
 
@@ -136,24 +198,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in ("gpu", "browser", "cluster", "monarch", "ray"):
             if item.get_closest_marker(marker) and (reason := reason_to_skip(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-# Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
-FOLDERS_WITH_MESHES = (
-    "actors",
-    "browser",
-    "cli",
-    "cluster",
-    "controller",
-    "engines",
-    "gateway",
-    "gpu",
-    "kernel",
-    "random_faults",
-    "tensors",
-    "test_testing.py",
-    "zoo",
-)
 
 
 # Whose files share a server with its kernels, and so a runtime folder; every other file of tests has one of its own.
@@ -178,12 +222,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @contextmanager
-def fork_server(folder: Path) -> Iterator[None]:
-    """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
+def fork_server(run: Run) -> Iterator[None]:
+    """What all meshes of the run branch their fork servers off; until it listens, they start their own.
+
+    Importing torch is most of what a start of a mesh costs.
+    """
     from meshbook.controller.launch import FORK_SERVER_VARIABLE
     from meshbook.host.starter import rank_environment
 
-    listen = folder / "fork.sock"
+    listen = run.home / "fork.sock"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pipe, pipe_write = os.pipe()  # it ends when this process does
     with ours, open(pipe_write, "wb"):
@@ -199,7 +246,9 @@ def fork_server(folder: Path) -> Iterator[None]:
                 start_new_session=True,
             )
         os.environ[FORK_SERVER_VARIABLE] = str(listen)
+        run.lasting.add(server.pid)
         yield
+        run.lasting.discard(server.pid)
         del os.environ[FORK_SERVER_VARIABLE]
     server.kill()  # it may still import torch
     server.wait(WAIT_S)
@@ -230,14 +279,31 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     test.
     """
     run = request.session.stash[RUN]
-    folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
-    with_meshes = not folders.isdisjoint(FOLDERS_WITH_MESHES) and importlib.util.find_spec("torch") is not None
-    with fork_server(run.home) if with_meshes else nullcontext():
-        yield run
+    yield run
     left = run.wait_until_clean(grace_s(), run.reported)
     run.clean()
     if left:
         pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+# What a test starts: it uses one of these, or is pure (`suites.kind_of`).
+
+
+@pytest.fixture(scope="session")
+def processes(run: Run) -> None:
+    """Processes, but no mesh."""
+
+
+@pytest.fixture(scope="session")
+def meshes(processes: None, run: Run) -> Iterator[None]:
+    """Meshes."""
+    with fork_server(run):
+        yield
+
+
+@pytest.fixture(scope="session")
+def kernels(meshes: None) -> None:
+    """Kernels, or what runs one."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -271,7 +337,8 @@ def bed(run: Run) -> Iterator[Bed]:
     """Machines n1 and n2, which the ssh on PATH reaches. What meshes have left on them at the end fails the run."""
     before = set(run.processes())
     bed = Bed(2)
-    run.lasting |= set(run.processes()) - before  # until the end of the run, whichever file came first
+    its_own = set(run.processes()) - before
+    run.lasting |= its_own  # until the end of the run, whichever file came first
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{bed.ssh}{os.pathsep}{path}"
     try:
@@ -280,7 +347,7 @@ def bed(run: Run) -> Iterator[Bed]:
     finally:
         os.environ["PATH"] = path
         bed.close()
-        run.lasting.clear()
+        run.lasting -= its_own
     if left:
         pytest.fail("meshes have left on other machines:\n  " + "\n  ".join(left), pytrace=False)
 

@@ -23,6 +23,8 @@ import pytest
 from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
 from tests.ports import unused_port
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 pytest.importorskip("marimo")
 websockets = pytest.importorskip("websockets.sync.connection")
 connect = pytest.importorskip("websockets.sync.client").connect

@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import pytest_assertrepr_compare
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A test that fails as often as its file lacks lines.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 TESTS = """
 import time
 import pytest, torch

@@ -22,6 +22,8 @@ from meshbook.wire.regions import RegionPublisher, create_memory_file
 from tests.budget import WAIT_S
 from tests.wire.other_process import OtherProcess
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 TIMEOUT_S = WAIT_S
 
 OWNER = """

@@ -27,6 +27,8 @@ from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.example_actors import CleanupActor, Counter, Gate, SpawningActor, open_gate
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def counters(procs: ProcMesh) -> Any:

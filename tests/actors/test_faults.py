@@ -23,6 +23,8 @@ from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActo
 from tests.budget import WAIT_S
 from tests.standstill import stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture
 def doomed() -> Iterator[ProcMesh]:

@@ -27,6 +27,8 @@ from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture
 def alive() -> Iterator[lives.ActorRegistry]:

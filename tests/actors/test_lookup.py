@@ -21,6 +21,8 @@ from meshbook.errors import MeshNameError
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # A class of its own, as a notebook's cell defines one, and actors on all ranks and on one.
 PROGRAM = """
     import os, signal, meshbook

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.cli.commands import meshbook
+
+pytestmark = pytest.mark.usefixtures("meshes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -23,6 +23,8 @@ from meshbook.errors import TransferError
 from tests.actors.example_actors import Counter, open_gate, send_sigint_when
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:

@@ -13,6 +13,8 @@ import pytest
 
 from meshbook import actor
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = Path(__file__).resolve().parent / "programs"
 

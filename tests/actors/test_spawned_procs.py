@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 PROGRAM = """
     import sys
     from meshbook.actor import Actor, endpoint, this_host

@@ -19,6 +19,8 @@ from meshbook.actors.procs import list_actors
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 TIMEOUT_S = WAIT_S
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.pages import Lab, LabNotebook, lab
 from tests.leaks import Run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+    from tests.browser.pages import Lab, LabNotebook
 
 # No sandbox, because containers have none to offer; no shared memory, because they offer little; and nothing that
 # Chromium does of its own accord.
@@ -40,6 +41,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add to the report of a failed test what its page shows, and what the ranks wait for."""
     report = yield
+    from tests.browser.pages import LabNotebook
+
     pages = [used for used in getattr(item, "funcargs", {}).values() if isinstance(used, LabNotebook)]
     if report.failed and pages:
         why = subprocess.run(
@@ -64,6 +67,8 @@ def browser(run: Run, chromium: str) -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def jupyterlab(run: Run, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab that serves a folder of its own."""
+    from tests.browser.pages import lab
+
     with lab(browser, tmp_path_factory.mktemp("lab")) as server:
         yield server
 

@@ -24,8 +24,6 @@ from tests.kernel.frontend import wait_until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-pytestmark = pytest.mark.browser
-
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=TIMEOUT_S * 1000)
 

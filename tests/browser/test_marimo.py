@@ -16,8 +16,6 @@ from tests.browser.pages import TIMEOUT_S, MarimoNotebook, marimo
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
-
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=TIMEOUT_S * 1000)
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.browser.pages import LAB_READY, TIMEOUT_S, Lab
 
-pytestmark = pytest.mark.browser
-
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=TIMEOUT_S * 1000)
 

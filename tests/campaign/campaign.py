@@ -44,12 +44,11 @@ class Meshes:
     def __init__(self, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
         self._meshes: dict[str, Mesh] = {}
-        self.seen: dict[str, list[int]] = {}  # cases, by kind of mesh, that the present one has seen
 
     def get(self, kind: str) -> Mesh:
         if kind not in self._meshes:
             mesh = create_mesh({"dp": WORLD_SIZE}, num_hosts=2 if kind == "hosts" else 1)
-            self._meshes[kind], self.seen[kind] = mesh, []
+            self._meshes[kind] = mesh
             set_up(mesh, self._surroundings)
         return self._meshes[kind]
 
@@ -79,17 +78,11 @@ def set_up(mesh: Mesh, surroundings: Surroundings) -> None:
 
 
 class Campaign:
-    """Runs cases one by one; `with`."""
+    """Runs cases one by one."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
         self.meshes = Meshes(surroundings)
-
-    def __enter__(self) -> Campaign:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.meshes.close()
 
     def run(self, draw: Draw) -> Result:
         """Run one case. Never raises for what a mesh does wrong: that is in the result."""
@@ -117,8 +110,6 @@ class Campaign:
         except Exception as error:
             where = f"\n{stacks(case.scene.mesh)}" if isinstance(error, WrongResult) and case else ""
             result.problems.append(Problem("lost state", f"{type(error).__name__}: {error}{where}"))
-        if self.meshes.seen.get(kind) is not None:
-            self.meshes.seen[kind].append(draw.number)
         if result.problems or case is None or case.is_mesh_over:
             self.meshes.discard(kind, hard=any(problem.kind == "hang" for problem in result.problems))
         if case is not None and case.is_mesh_over and not result.problems:

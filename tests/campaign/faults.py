@@ -24,7 +24,7 @@ from tests.campaign.scene import Scene
 from tests.campaign.surroundings import memory_group
 from tests.connections import cut
 from tests.leaks import SHARED_MEMORY
-from tests.random_faults.harness import WrongResult
+from tests.random_faults.harness import TookTooLong
 
 # Seconds that a full file system, or a limit, stays.
 SHORTAGE_S = 0.4
@@ -112,7 +112,7 @@ def _kill_supervisor(scene: Scene) -> None:
     deadline = time.monotonic() + TAKEOVER_S
     while scene.mesh.session.info.supervisor_pid == former:
         if time.monotonic() > deadline:
-            raise WrongResult(f"no standby has taken over within {TAKEOVER_S:g} s")
+            raise TookTooLong(f"no standby has taken over within {TAKEOVER_S:g} s")
         time.sleep(0.005)
 
 

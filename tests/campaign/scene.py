@@ -13,7 +13,7 @@ import psutil
 
 from meshbook.controller.mesh import Mesh
 from tests.campaign.surroundings import Surroundings
-from tests.random_faults.harness import WrongResult
+from tests.random_faults.harness import TookTooLong, WrongResult
 
 # Seconds for a work to begin on every rank.
 BEGIN_TIMEOUT_S = 40.0
@@ -86,11 +86,11 @@ class Scene:
             self.begin(rank)
 
     def wait_begun(self) -> None:
-        """Wait until the work runs on every rank. Raises WrongResult if it does not."""
+        """Wait until the work runs on every rank. Raises TookTooLong if it does not."""
         deadline = time.monotonic() + BEGIN_TIMEOUT_S
         while not all((self.folder / f"begun-{rank}").exists() for rank in self.mesh.ranks):
             if time.monotonic() > deadline:
-                raise WrongResult(f"the work has not begun on every rank within {BEGIN_TIMEOUT_S:g} s")
+                raise TookTooLong(f"the work has not begun on every rank within {BEGIN_TIMEOUT_S:g} s")
             time.sleep(0.005)
 
     def end_work(self) -> None:

@@ -15,6 +15,8 @@ from packaging.specifiers import SpecifierSet
 from meshbook.cli import doctor
 from tests.cli.commands import meshbook
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # A program that looks for something before the doctor does: for lacks that are arranged in the process itself.
 _LOOK = "import sys\nfrom meshbook.cli.main import main\n{}\nsys.exit(main(['doctor', '--json']))"
 

@@ -20,6 +20,8 @@ from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import wait_until
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh(run: object) -> Iterator[Mesh]:

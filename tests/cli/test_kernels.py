@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 
 from meshbook.cli import kernels
 from tests.cli.commands import meshbook
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from tests.cli.commands import meshbook
 from tests.kernel.frontend import has_exited, wait_until
 from tests.ptrace import ptrace_stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh(run: object) -> Iterator[Mesh]:

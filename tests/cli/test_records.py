@@ -19,6 +19,8 @@ from meshbook.controller.mesh import Mesh
 from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh(run: object) -> Iterator[Mesh]:

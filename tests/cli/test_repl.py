@@ -16,11 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from meshbook import create_mesh
 from tests.budget import WAIT_S
 from tests.cli.commands import CommandResult, meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def talk(*words: str, lines: list[str]) -> CommandResult:

@@ -19,6 +19,8 @@ from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import shows
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def notebook(folder: Path, *cells: str | tuple[str, str], name: str = "book.ipynb") -> Path:
     """A notebook file; a cell with a tag is a pair."""

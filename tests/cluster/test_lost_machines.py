@@ -18,7 +18,7 @@ from tests.budget import WAIT_S
 from tests.cluster.bed import Bed
 from tests.controller.test_run import when
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 
 # A dead machine counts as lost after 15 s; on a loaded one the supervisor may come to it late.
 NAMED_WITHIN_S = 60.0

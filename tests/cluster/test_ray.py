@@ -20,7 +20,12 @@ from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
 from tests.controller.test_run import when
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.timeout(RAY_TIMEOUT_S)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.ray,
+    pytest.mark.timeout(RAY_TIMEOUT_S),
+    pytest.mark.usefixtures("meshes"),
+]
 
 NOTHING = {"groups": 0, "actors": 0}
 

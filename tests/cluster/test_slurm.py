@@ -20,7 +20,7 @@ from tests.budget import WAIT_S
 from tests.cluster.bed import Bed
 from tests.controller.test_run import when
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 
 
 def start(slurm: Bed, on: str = "slurm://", **options: Any) -> Mesh:

@@ -15,7 +15,7 @@ from meshbook.errors import CellError
 from tests.cluster.bed import Bed
 from tests.controller.test_run import when
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 
 
 @pytest.fixture(scope="module")

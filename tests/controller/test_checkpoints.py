@@ -22,6 +22,8 @@ from tests.controller.checkpoint_kills import kill_during_a_save
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # A model and its optimizer, and what compares them: all of their state as whole tensors, on every rank.
 MODEL = """
 import copy

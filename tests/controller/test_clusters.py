@@ -18,6 +18,8 @@ from meshbook.errors import MeshShapeError, StartError, UsageError
 from meshbook.ids import CallId
 from meshbook.wire import messages
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 LAB = Defaults(clusters={"lab": {"on": "ssh://n1,n2"}})
 
 

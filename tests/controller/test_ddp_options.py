@@ -14,6 +14,8 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 TRAINING = """
 import os, signal
 from contextlib import nullcontext

@@ -19,6 +19,8 @@ from meshbook.wire.messages import DebugPort
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 pytest.importorskip("debugpy")
 
 LOOP = """i, done = 0, False

@@ -16,6 +16,8 @@ from meshbook.wire.messages import StateDescription, StateEntry
 from tests.controller.test_heal import kill
 from tests.standstill import stop
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def described(**digests: str) -> StateDescription:
     entries = tuple(StateEntry(path.replace("__", "."), "float32", digest, (2,)) for path, digest in digests.items())

@@ -13,6 +13,8 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 HELD = """
 import gc
 objects = next(one for one in gc.get_objects() if type(one).__name__ == "RankObjects")

@@ -19,7 +19,7 @@ from tests.budget import WAIT_S
 from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
 from tests.controller.test_run import when
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
 
 
 @pytest.fixture(scope="module")

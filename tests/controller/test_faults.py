@@ -21,6 +21,8 @@ from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.standstill import stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture
 def own_mesh() -> Iterator[Mesh]:

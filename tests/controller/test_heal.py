@@ -27,6 +27,8 @@ from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 DEADLINE_S = WAIT_S
 HELD_UP_S = 60.0  # how long ranks wait for each other to connect
 

@@ -19,6 +19,8 @@ from meshbook.errors import HealError
 from tests.controller.test_checkpoints import FSDP, MODEL, are_equal, same
 from tests.controller.test_heal import kill
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 BUILD = MODEL + FSDP.format(seed=1, lr=0.05)
 
 

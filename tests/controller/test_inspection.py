@@ -28,6 +28,8 @@ from meshbook.wire.process_control import is_stopped
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # Rank 1 sleeps at line 4, the others wait for it at line 2.
 HANG = "if rank != 1:\n    dist.all_reduce(torch.ones(2))\nelse:\n    __import__('time').sleep(1000)"
 

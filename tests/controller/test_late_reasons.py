@@ -24,6 +24,8 @@ from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.standstill import stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # Ranks ask at once why their collective has failed, and wait for the answer for as long as it takes: what is not
 # answered does not pass. They write down that they ask.
 SETUP = """

@@ -22,6 +22,8 @@ from meshbook.wire.messages import MeshInfo
 from tests.controller.test_run import when
 from tests.ptrace import ptrace_stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def processes_of(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)

@@ -25,6 +25,8 @@ from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.leaks import MARKER
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # A search for this does not end: the time doubles with each letter.
 ENDLESS, FODDER = "(a+)+$", "a" * 60 + "!"
 

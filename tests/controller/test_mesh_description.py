@@ -16,6 +16,8 @@ from meshbook.controller.starting import create_mesh
 from meshbook.wire import messages
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def taken_late(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kind: type, lose: Callable[[], None]) -> None:
     """The reply to the next command of this kind is there, and is taken only when a rank has been lost since."""

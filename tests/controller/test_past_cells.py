@@ -19,6 +19,8 @@ from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 PROGRAM = """
 import meshbook
 mesh = meshbook.create_mesh(2, name={name!r}, orphan_ttl_s=60)

@@ -24,6 +24,8 @@ from tests.controller.test_checkpoints import HOLD
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 LOOP = """
 import meshbook
 steps = 0

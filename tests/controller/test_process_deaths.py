@@ -26,6 +26,8 @@ from tests.controller.test_heal import kill
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 NUMBERS = list(range(100))
 
 

@@ -17,6 +17,8 @@ from meshbook.host.rlimits import TARGET_FD_LIMIT
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
 
 

@@ -21,6 +21,8 @@ from tests.controller.test_resize import DEADLINE_S, _has_said, start_resize
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # Dims that no number of ranks divides; `head` has fewer rows than ranks.
 NET = """
 import torch

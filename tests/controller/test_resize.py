@@ -31,6 +31,8 @@ from tests.controller.test_heal import DDP, TRAINING, Counter, kill, pids, press
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 DEADLINE_S = WAIT_S
 SUM = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)"
 

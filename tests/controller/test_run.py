@@ -16,6 +16,8 @@ from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTime
 from tests.budget import WAIT_S
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def when(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> None:
     """Wait until something is so."""

@@ -13,6 +13,8 @@ from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.shared import SharedMesh
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture
 def shared() -> Iterator[SharedMesh]:

@@ -14,6 +14,8 @@ from meshbook.wire import messages
 from tests.budget import WAIT_S
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)

@@ -20,6 +20,8 @@ from tests.controller.test_heal import kill, values
 from tests.controller.test_process_deaths import kill_and_wait
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # Its import waits for a file, prints more than a pipe holds, and leaves the number of its process.
 SLOW = """
 import os, pathlib, time

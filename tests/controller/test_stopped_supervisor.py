@@ -14,6 +14,8 @@ from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.mark.parametrize("way", ["stop", "detach"])
 def test_a_mesh_whose_supervisor_is_stopped_is_left_and_ended_in_good_order(way: str) -> None:

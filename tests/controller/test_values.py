@@ -29,6 +29,8 @@ from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def test_a_value_that_all_ranks_agree_on_is_one_value(mesh: Mesh) -> None:
     assert mesh.run("'same'").values.same() == "same"

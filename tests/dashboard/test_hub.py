@@ -16,6 +16,8 @@ from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S
 from tests.kernel.frontend import wait_until
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 class Page:
     """A front end that keeps what it was told."""

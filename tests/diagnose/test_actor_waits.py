@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, ActiveEndpoint, Frame, PendingEndpointCall, RankSnapshot
 from tests.diagnose import factories
@@ -37,6 +39,7 @@ def rank(number: int, *endpoints: ActiveEndpoint, **more: Any) -> RankSnapshot:
     return factories.running_rank(number, endpoints=endpoints, **(settings | more))
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_actors_that_call_each_other_are_told_with_the_whole_chain_and_its_lines() -> None:
     (found,) = explain(
         [

@@ -18,7 +18,7 @@ from tests.cluster.ray_bed import RAY_TIMEOUT_S
 from tests.controller.test_run import when
 
 # The first test of each way starts its mesh: in a minute on a busy machine, where each rank or host imports torch.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("meshes")]
 
 WAYS: dict[str, dict[str, Any]] = {
     "forked": {},

@@ -13,6 +13,8 @@ from meshbook.engines.ray_driver import explain
 from meshbook.engines.ray_messages import AllocateNodes
 from meshbook.wire.messages import MeshSpec
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def asked_for(on: str, device: str = "auto") -> AllocateNodes:
     return nodes_to_allocate(Address.parse(on), MeshSpec(axes={"node": 2, "gpu": 4}, num_hosts=2, device=device, on=on))

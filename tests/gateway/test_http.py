@@ -31,6 +31,8 @@ from tests.cli.commands import meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -22,6 +22,8 @@ from tests.cli.commands import meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import wait_until
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 LOOK = {"meshes", "status", "why", "stacks", "memory", "logs", "history", "findings", "metrics", "result"}
 
 

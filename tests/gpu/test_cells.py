@@ -14,7 +14,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from meshbook.host.gpus import count_gpus
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("meshes")]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ import pytest
 from meshbook.cli import doctor
 from meshbook.cli.doctor_gpu import check_gpus
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)

@@ -14,7 +14,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted
 from tests.controller.test_run import when
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), pytest.mark.usefixtures("meshes")]
 
 DEADLINE_S = 120.0
 

@@ -11,6 +11,8 @@ import meshbook
 from meshbook.controller.starting import create_mesh
 from tests.tensors import gpt
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.mark.gpu
 def test_a_recorded_step_on_a_gpu_gives_the_losses_of_one_process() -> None:

@@ -18,6 +18,8 @@ from meshbook.host import procfs
 from meshbook.wire.messages import ProcessStatus
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 Start = Callable[..., int]
 
 

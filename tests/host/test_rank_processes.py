@@ -15,6 +15,8 @@ from meshbook.clock import SystemClock
 from meshbook.host.rank_processes import RankProcesses
 from meshbook.host.starter import RankProcess
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:

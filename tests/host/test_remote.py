@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.budget import WAIT_S
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 _WITH_BLOCKED_SIGNALS = """
 import os, signal, sys

@@ -13,6 +13,8 @@ from meshbook.wire import messages
 from tests.host.host_driver import HostDriver, running_host
 from tests.host.test_starter import kill_fork_server
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def wait_for_spare(started: HostDriver, but: int | None = None) -> int:
     """Wait until a spare is ready, and another than this one; its pid."""

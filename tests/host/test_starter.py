@@ -24,6 +24,8 @@ from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
 from tests.host.host_driver import HostDriver, running_host
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def kill_fork_server(started: HostDriver) -> None:
     server = started.agent.launcher.starter

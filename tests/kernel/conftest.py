@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kernel.frontend import FrontEnd, kernel
+if TYPE_CHECKING:
+    from tests.kernel.frontend import FrontEnd
 
 
 class SharedKernel:
@@ -19,6 +21,8 @@ class SharedKernel:
 
     def get(self) -> FrontEnd:
         if self._front is None:
+            from tests.kernel.frontend import kernel
+
             self._front = self._running.enter_context(kernel())
             assert self._front.run("import os, time").status == "ok"
         return self._front

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.kernel.frontend import FrontEnd, strip_ansi
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 CLASS = """%%controller
 from meshbook.actor import Actor, endpoint

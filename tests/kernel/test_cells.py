@@ -10,6 +10,8 @@ from tests.gate import Gate
 from tests.kernel.frontend import Cell, FrontEnd, wait_until
 from tests.standstill import stopped
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Running, numbering, history
 

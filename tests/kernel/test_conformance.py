@@ -15,7 +15,7 @@ import pytest
 TINY_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("kernels")
 class TestConformance(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # its own types end at unittest's
     """The samples are the suite's own for Python, and one display for each kind that IPython has."""
 

@@ -13,6 +13,8 @@ import meshbook
 from meshbook.cli import kernels
 from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel, wait_until
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 IN_A_FUNCTION = """
 def train(step):
     loss = 2.5 + rank

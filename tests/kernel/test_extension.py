@@ -11,6 +11,8 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, shows, strip_ansi, wait_until
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.fixture(scope="module")
 def ordinary(run: object) -> Iterator[FrontEnd]:

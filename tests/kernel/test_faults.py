@@ -17,6 +17,8 @@ from tests.budget import WAIT_S
 from tests.gate import Gate
 from tests.kernel.frontend import TIMEOUT_S, FrontEnd, has_exited, kernel, printed_by_both, wait_until
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.fixture
 def front(run: object) -> Iterator[FrontEnd]:

@@ -14,6 +14,8 @@ from meshbook.kernel.handles import PRESET, HandleNamespace
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import Outcome, OutcomeGroup
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def mesh(*names: str) -> Mesh:
     """A mesh of two ranks as far as names go: nobody answers behind it."""

@@ -15,6 +15,8 @@ from nbclient.exceptions import CellExecutionError
 
 from tests.kernel.frontend import strip_ansi
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def notebook(*cells: str) -> Any:
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])

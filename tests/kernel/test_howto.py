@@ -11,6 +11,8 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd, kernel
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "howto"
 NEEDS = {"huggingface": "transformers"}
 

@@ -14,6 +14,8 @@ from meshbook.wire.stop_timing import INTERRUPT_DEBOUNCE_S
 from tests.gate import Gate
 from tests.kernel.frontend import TIMEOUT_S, Cell, FrontEnd, has_exited, kernel, printed_by_both, wait_until
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.fixture(scope="module")
 def front(run: object) -> Iterator[FrontEnd]:

@@ -15,6 +15,8 @@ from tests.conftest import ROOT
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
 from tests.leaks import Run
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.fixture(autouse=True)
 def own_runtime_folder(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

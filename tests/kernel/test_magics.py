@@ -32,6 +32,8 @@ from meshbook.kernel.notebook import Notebook
 from tests.budget import WAIT_S
 from tests.kernel.frontend import FrontEnd, strip_ansi, wait_until
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 class Terminal:
     """A shell with the magics, and nobody's history."""

@@ -7,9 +7,13 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from meshbook.controller.starting import attach
 from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 NUM_LINES = 400
 

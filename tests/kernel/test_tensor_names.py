@@ -8,6 +8,8 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.fixture
 def front(shared: FrontEnd) -> Iterator[FrontEnd]:

@@ -33,6 +33,10 @@ class WrongResult(AssertionError):
     """What the mesh did and must not."""
 
 
+class TookTooLong(WrongResult):
+    """What has not come about in time. No number was wrong."""
+
+
 class ProgramHung(BaseException):
     """A program that did not end. Not an Exception: nothing on the way may take it for a fault that was put in."""
 
@@ -84,12 +88,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
     """Look again and again until something is the case.
 
     Raises:
-        Wrong: it did not come about.
+        TookTooLong: it did not come about.
     """
     deadline = time.monotonic() + CALL_TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise WrongResult(f"{what}: not within {CALL_TIMEOUT_S:g} s")
+            raise TookTooLong(f"{what}: not within {CALL_TIMEOUT_S:g} s")
         time.sleep(0.01)
 
 

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("processes")
+
 SOURCE = """
 import ctypes, numpy
 from meshbook.rank import blas

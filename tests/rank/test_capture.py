@@ -53,6 +53,7 @@ def readable(output: OutputBuffer) -> list[int]:
 
 
 @with_output
+@pytest.mark.usefixtures("processes")
 def test_python_c_and_children_come_in_the_order_they_wrote(output: OutputBuffer) -> None:
     print("python 1")
     os.write(1, b"descriptor\n")
@@ -121,6 +122,7 @@ def test_lone_surrogates_can_travel(output: OutputBuffer) -> None:
 
 
 @with_output
+@pytest.mark.usefixtures("processes")
 def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
         assert not stream.isatty()
@@ -141,6 +143,7 @@ def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
 
 
 @with_output
+@pytest.mark.usefixtures("processes")
 def test_a_forked_child_prints_into_its_parents_output(output: OutputBuffer) -> None:
     pid = os.fork()
     if pid == 0:
@@ -317,6 +320,7 @@ def test_displays_without_end_are_bounded_and_counted() -> None:
     assert shown < 20
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_flood_through_the_descriptors_stays_bounded_while_nobody_takes() -> None:
     output = OutputBuffer(max_chars=100_000, block_timeout_s=DEADLINE_S)
     output.install()

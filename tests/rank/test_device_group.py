@@ -10,6 +10,8 @@ import pytest
 from meshbook.errors import RankLost
 from tests.rank.worlds import ForkServer, RankContext, World
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.fixture(scope="module")
 def forker() -> Iterator[ForkServer]:

@@ -19,6 +19,8 @@ from meshbook.host.starter import rank_environment
 from meshbook.wire import spawn
 from tests.budget import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

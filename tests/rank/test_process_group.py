@@ -18,6 +18,8 @@ import pytest
 from tests.budget import WAIT_S
 from tests.rank.worlds import ForkServer, RankContext, World
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 # Seconds that a wait which works never takes.
 SOON_S = WAIT_S
 

@@ -24,6 +24,8 @@ from tests.controller.test_run import when
 from tests.replay.planted import PLANTED, Planted
 from tests.replay.replayer import Replayer
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 SECRET = "hunter2-of-the-cloud"
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from meshbook.controller.starting import create_mesh
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def test_signals_that_are_blocked_where_a_mesh_is_started_reach_its_ranks() -> None:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("processes")
+
 # The first process and its standbys write lines to one pipe: what a test asserts is what an outsider sees of them.
 PROGRAM = """
 import os, signal, sys, logging

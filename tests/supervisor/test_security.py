@@ -17,6 +17,8 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import VersionMismatch
 from meshbook.wire import codec, keys, messages
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 class Bomb:
     """Unpickled, it leaves a file behind."""

@@ -1,11 +1,8 @@
 """Random chains of operations on randomly placed tensors, on a mesh as in one process.
 
-    python -m tests.tensors.chains [--count 5000] [--seed 1] [--ranks 2 | 4] [--time-limit 60]
-
 A chain is a list of lines of Python that plain torch runs too; equal seeds give equal chains. Each value of it is
 compared with plain torch's, dtypes and shapes as well, and the gradients of its leaves. A wrong number, an error that
-is none of Meshbook's refusals, and a chain that does not end are failures: they are printed with the seed, made as
-short as they still fail, and the status is 1.
+is none of Meshbook's refusals, and a chain that does not end are failures. The soak (tests/soak) runs new ones.
 
 A line whose result depends on the last bits of its operands is left out: chains run once more with slightly
 other numbers, and a line is kept if both runs agree. What differs on the mesh then is no matter of rounding.
@@ -13,12 +10,9 @@ other numbers, and a line is kept if both runs agree. What differs on the mesh t
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import signal
-import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -679,75 +673,3 @@ def shrink(chain: Chain, fails: Callable[[Chain], bool]) -> Chain:
                     chain, again = other, True
                     break
     return chain
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first chain; the next has the next")
-    parser.add_argument("--ranks", type=int, default=2, choices=sorted(AXES))
-    parser.add_argument("--time-limit", type=int, default=30, help="seconds that a chain may take")
-    parser.add_argument("--show", action="store_true", help="print each chain")
-    parser.add_argument("--long", action="store_true", help="leave failing chains as long as they are")
-    options = parser.parse_args()
-    refusals: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    mesh = meshbook.create_mesh(AXES[options.ranks])
-    began = time.monotonic()
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))  # after the chain that runs, with a summary
-    done = 0
-    for seed in range(options.seed, options.seed + options.count):
-        if stopped:
-            break
-        done += 1
-        chain = generate_chain(seed, options.ranks)
-        if options.show:
-            print(f"--- {seed}", *chain, sep="\n", flush=True)
-        failure = check(chain, mesh, refusals, options.time_limit)
-        kinds["right" if failure is None else failure.kind] += 1
-        kinds["with gradients"] += chain[-1].startswith("backward")
-        kinds["lines"] += len(chain)
-        if failure is None:
-            continue
-
-        def fails(other: Chain, kind: str = failure.kind) -> bool:
-            nonlocal mesh
-            found = check(other, mesh, None, 10)
-            if found is not None and (found.kind == "hang" or mesh.session.lost):
-                mesh = _restart_mesh(mesh, options.ranks)
-            return found is not None and found.kind == kind
-
-        if failure.kind == "hang" or mesh.session.lost:
-            mesh = _restart_mesh(mesh, options.ranks)
-        short = chain[: failure.line + 1] if fails(chain[: failure.line + 1]) else chain
-        if not options.long:
-            short = shrink(short, fails)
-        last = check(short, mesh, None, 10)
-        if last is not None and (last.kind == "hang" or mesh.session.lost):
-            mesh = _restart_mesh(mesh, options.ranks)
-        reported = (last or failure).text
-        print(
-            f"--- seed {seed} --ranks {options.ranks}: {failure.kind}",
-            *short,
-            f"# {reported}" + ("" if last else " (once)"),
-            sep="\n",
-            flush=True,
-        )
-    took = f"{options.ranks} ranks in {time.monotonic() - began:.0f} s"
-    print(f"{done} chains from seed {options.seed} on {took}: {dict(kinds)}")
-    print("refused:", dict(refusals.most_common()))
-    mesh.stop()
-    return 1 if any(kinds[kind] for kind in ("wrong", "error", "hang")) else 0
-
-
-def _restart_mesh(mesh: meshbook.Mesh, ranks: int) -> meshbook.Mesh:
-    mesh.stop()
-    return meshbook.create_mesh(AXES[ranks])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 SHAPE = (4, 4)
 
 # Pairs of inputs: what they share, and how they are placed, is another thing in each call.

@@ -15,6 +15,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 WAYS = {"rows": "Shard(0)", "columns": "Shard(1)", "copies": "Replicate()"}
 CELL = (
     "from torch.distributed.tensor import distribute_tensor, Replicate, Shard\n"

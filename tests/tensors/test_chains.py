@@ -13,7 +13,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from tests.tensors.chains import Chain, check, generate_chain
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
 
 # Each was wrong, or did not end, before.
 TWO_RANKS: dict[str, Chain] = {

@@ -12,6 +12,8 @@ from meshbook.errors import OperationFailed
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.faults import describe_collective_mismatch
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 GRID = MeshAxes.of({"dp": 2, "tp": 2})
 
 

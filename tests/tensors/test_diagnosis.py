@@ -21,6 +21,8 @@ from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stopped
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:

@@ -14,6 +14,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors import display
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 AXES = MeshAxes.of({"dp": 2, "tp": 2})
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import meshbook
 from meshbook.controller.mesh import Mesh
+
+pytestmark = pytest.mark.usefixtures("meshes")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensors.md"
 

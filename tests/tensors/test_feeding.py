@@ -28,6 +28,8 @@ from tests.controller.test_run import when
 from tests.standstill import stop
 from tests.tensors.test_remote import live, spaces_of_this_rank
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 class Pair(NamedTuple):
     x: Any

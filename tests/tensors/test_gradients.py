@@ -16,6 +16,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 WAYS = [[Shard(0)], [Shard(1)], [Replicate()]]
 
 

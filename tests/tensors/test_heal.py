@@ -21,6 +21,8 @@ from meshbook.errors import RankLost
 from tests.controller.test_heal import kill
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def duo() -> Iterator[Mesh]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from meshbook.rank.tensors.lowering import Lowering
@@ -17,6 +18,8 @@ from meshbook.rank.tensors.lowering_passes import (
     flat_all_reduce,
     merge_all_reduces,
 )
+
+pytestmark = pytest.mark.usefixtures("meshes")
 
 aten = torch.ops.aten
 

@@ -19,6 +19,8 @@ from meshbook.controller.starting import create_mesh
 from tests.tensors.operations import OPERATIONS
 from tests.tensors.test_conformance import LAYOUTS, check
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

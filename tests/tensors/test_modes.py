@@ -15,6 +15,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import modes
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(autouse=True)
 def _as_it_began() -> Iterator[None]:

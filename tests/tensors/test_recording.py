@@ -21,6 +21,8 @@ from meshbook.tensors.creation import engine_of
 from tests.budget import WAIT_S
 from tests.tensors import gpt
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(autouse=True)
 def alike() -> None:

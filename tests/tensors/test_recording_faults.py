@@ -20,6 +20,8 @@ from meshbook.rank.tensors.operators import FLOAT, TENSOR, TemplateMessage
 from meshbook.rank.tensors.replay import OutOfStep, RecordedOp, RecordedStep, forget_replay, replay
 from tests.controller.test_run import when
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # On a rank: what comes after the ranks have agreed on a function does not end.
 STUCK_AFTER_AGREEMENT = """
 import time

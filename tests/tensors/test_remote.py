@@ -33,6 +33,8 @@ from tests.budget import WAIT_S
 from tests.controller.test_run import when
 from tests.standstill import stop
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 def live(mesh: Mesh) -> set[int]:
     """How many tensors of ours each rank holds."""

@@ -27,7 +27,7 @@ from tests.controller.test_run import when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
 from tests.tensors.test_heal import DIE_AT
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
 
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 

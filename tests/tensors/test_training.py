@@ -17,6 +17,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, OperationFailed, UsageError
 from meshbook.tensors.engine import TensorEngine
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 class Block(nn.Module):
     def __init__(self, channels: int) -> None:

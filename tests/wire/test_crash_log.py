@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from meshbook.wire.crash_log import RING_BYTES, CrashLog
 
 
+@pytest.mark.usefixtures("processes")
 def test_words_of_a_process_that_was_killed_are_read_by_the_one_that_made_the_ring() -> None:
     ring = CrashLog()
     pid = os.fork()

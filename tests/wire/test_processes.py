@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from meshbook.wire.processes import is_ending
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def test_a_process_is_ending_from_when_it_is_killed_until_its_parent_has_waited_for_it_and_afterwards() -> None:

@@ -16,6 +16,8 @@ from tests.controller.test_run import when
 from tests.standstill import stopped
 from tests.zoo.bad_numbers import KINDS, PLANTED, SETUP, Planted
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:

@@ -26,6 +26,8 @@ from tests.controller.test_run import when
 from tests.standstill import stopped
 from tests.zoo.hangs import HANGS, Hang
 
+pytestmark = pytest.mark.usefixtures("meshes")
+
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
 STANDS_WITHIN_S = WAIT_S
 # ... and in which `mesh.why()` must answer: four times the promise.

@@ -7,7 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.cli.commands import meshbook
+
+pytestmark = pytest.mark.usefixtures("meshes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -1,0 +1,149 @@
+"""What a soak runs, as a table: each kind makes its meshes at its first case, and ends them when it is closed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from tests.campaign.campaign import Campaign
+from tests.campaign.draws import draw_case
+from tests.campaign.report import describe
+from tests.campaign.surroundings import Surroundings
+from tests.random_faults.harness import ProgramHung, deadline, end_supervisor
+from tests.random_faults.programs import PROGRAMS, Runner
+from tests.soak.tally import Verdict
+from tests.tensors.chains import AXES, check, generate_chain, shrink
+from tests.zoo.hangs import HANGS
+from tests.zoo.test_hangs import explained, loose
+
+
+class Kind(Protocol):
+    def run(self, seed: int) -> Verdict: ...
+
+    def close(self) -> None: ...
+
+
+class RandomPrograms:
+    """Programs of one kind, with a fault in each, against one process (`tests.random_faults`)."""
+
+    def __init__(self, name: str) -> None:
+        self._runner = Runner(name)
+
+    def run(self, seed: int) -> Verdict:
+        return self._runner.run(seed)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class Faults:
+    """Faults in work, and what must be so afterwards (`tests.campaign`)."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._campaign = Campaign(surroundings)
+
+    def run(self, seed: int) -> Verdict:
+        draw = draw_case(0, seed)
+        result = self._campaign.run(draw)
+        wrong = any(problem.kind == "lost state" and "WrongResult" in problem.text for problem in result.problems)
+        return Verdict(f"{draw.fault} in {draw.work}", describe(result) if result.problems else "", wrong)
+
+    def close(self) -> None:
+        self._campaign.meshes.close()
+
+
+class Chains:
+    """Operations on randomly placed tensors, as plain torch does them (`tests.tensors.chains`): two ranks and four."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[int, Mesh] = {}
+
+    def run(self, seed: int) -> Verdict:
+        ranks = sorted(AXES)[seed % len(AXES)]
+        chain = generate_chain(seed, ranks)
+        what = f"{len(chain)} lines on {ranks} ranks"
+        failure = check(chain, self._mesh(ranks), Counter())
+        if failure is None:
+            return Verdict(what)
+        if failure.kind == "hang" or self._mesh(ranks).session.lost:
+            self._end(ranks)
+        elif failure.kind == "wrong":
+            chain = shrink(chain[: failure.line + 1], lambda other: self._is_wrong(other, ranks))
+        text = "\n".join([f"{failure.kind} at line {failure.line + 1}: {failure.text}", *chain])
+        return Verdict(what, text, failure.kind == "wrong")
+
+    def _is_wrong(self, chain: list[str], ranks: int) -> bool:
+        failure = check(chain, self._mesh(ranks), Counter(), 10)
+        return failure is not None and failure.kind == "wrong"
+
+    def _mesh(self, ranks: int) -> Mesh:
+        if ranks not in self._meshes:
+            self._meshes[ranks] = create_mesh(AXES[ranks])
+        return self._meshes[ranks]
+
+    def _end(self, ranks: int) -> None:
+        end(self._meshes.pop(ranks))
+
+    def close(self) -> None:
+        for ranks in list(self._meshes):
+            self._end(ranks)
+
+
+class Hangs:
+    """Hangs of three ranks, each explained and stopped, while a process keeps one core busy (`tests.zoo`)."""
+
+    def __init__(self) -> None:
+        self._mesh: Mesh | None = None
+
+    def run(self, seed: int) -> Verdict:
+        hang = random.Random(f"hang {seed}").choice(HANGS)
+        try:
+            with busy_core(), deadline(lambda: self._mesh):
+                if self._mesh is None:
+                    self._mesh = create_mesh(3, end_on_error=False)
+                with loose(self._mesh, hang):
+                    explained(self._mesh, hang)
+        except (Exception, ProgramHung, pytest.fail.Exception) as error:
+            self.close()
+            return Verdict(hang.name, f"{type(error).__name__}: {error}")
+        return Verdict(hang.name)
+
+    def close(self) -> None:
+        if self._mesh is not None:
+            mesh, self._mesh = self._mesh, None
+            end(mesh)
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def end(mesh: Mesh) -> None:
+    """Stop a mesh; one that does not answer is killed."""
+    try:
+        with deadline(lambda: mesh):
+            mesh.stop()
+    except (Exception, ProgramHung):
+        with suppress(Exception):
+            end_supervisor(mesh)
+
+
+def kinds(surroundings: Surroundings) -> dict[str, Callable[[], Kind]]:
+    """All kinds, by name."""
+    programs: dict[str, Callable[[], Kind]] = {name: lambda name=name: RandomPrograms(name) for name in PROGRAMS}  # type: ignore[misc]
+    return {**programs, "faults": lambda: Faults(surroundings), "chains": Chains, "hangs": Hangs}
