@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 # A factor for machines that are slower, or that others share.
 PATIENCE = float(os.environ.get("MESHBOOK_TEST_PATIENCE", "1"))
@@ -11,3 +13,13 @@ WAIT_S = 60.0 * PATIENCE
 
 # Seconds after which a look at something that has not come to pass is repeated.
 POLL_S = 0.01
+
+
+def when(seen: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S) -> float:
+    """Look until something is so; how long that took, in seconds."""
+    began = time.monotonic()
+    while not seen():
+        if time.monotonic() - began > within_s:
+            raise TimeoutError(f"{what} did not come to pass within {within_s:g} s")
+        time.sleep(POLL_S)
+    return time.monotonic() - began

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.test_run import when
+from tests.budget import when
 
 
 def stop(*pids: int) -> None:

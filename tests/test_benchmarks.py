@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProcess[str], list[pyperf.Benchmark]]:
     command = [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json", str(json_to)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     return done, list(pyperf.BenchmarkSuite.load(str(json_to))) if json_to.exists() else []
 
 

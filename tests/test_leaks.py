@@ -108,7 +108,7 @@ def test_a_child_that_was_forked_before_it_could_inherit_the_marker_is_ours() ->
         env={name: value for name, value in os.environ.items() if name != MARKER},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -168,7 +168,7 @@ def test_a_test_run_that_leaves_something_behind_fails_and_says_what() -> None:
         env={**os.environ, "MESHBOOK_LEAK_GRACE_S": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert done.returncode == 1, done.stdout
     assert "1 passed, 1 error" in done.stdout

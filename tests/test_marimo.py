@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
+from tests.budget import WAIT_S, when
+from tests.kernel.frontend import has_exited, shows, strip_ansi
 from tests.ports import unused_port
 
 pytestmark = pytest.mark.usefixtures("meshes")
@@ -32,7 +33,6 @@ connect = pytest.importorskip("websockets.sync.client").connect
 from meshbook import list_meshes  # noqa: E402  (marimo decides whether there is anything to test)
 from meshbook.marimo import page  # noqa: E402
 from meshbook.marimo.executor import is_marked  # noqa: E402
-from tests.budget import WAIT_S  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "notebooks" / "quickstart_marimo.py"
@@ -91,7 +91,7 @@ def end_meshes() -> None:
     for mesh in list_meshes():
         with suppress(ProcessLookupError):
             os.kill(mesh.pid, signal.SIGTERM)
-    wait_until(lambda: not list_meshes(), 60, "the end of the meshes")
+    when(lambda: not list_meshes(), "the end of the meshes")
 
 
 MAKE = "import meshbook\nmesh = meshbook.create_mesh(2)\nmesh"
@@ -102,13 +102,13 @@ MAKE = "import meshbook\nmesh = meshbook.create_mesh(2)\nmesh"
 
 def test_the_quickstart_passes_marimos_own_check() -> None:
     command = [sys.executable, "-m", "marimo", "check", "--strict", str(QUICKSTART)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(400)
 def test_the_quickstart_runs_as_a_script() -> None:
-    done = subprocess.run([sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.returncode == 0, done.stderr
     assert "step 200" in done.stdout
     assert "stopped, and on we go" in done.stdout
@@ -148,7 +148,7 @@ def test_a_mesh_that_lost_a_rank_is_not_found_again(tmp_path: Path) -> None:
     _, second = None, None
     try:
         first["mesh"].kill([1])
-        wait_until(lambda: bool(first["mesh"].session.lost), 60, "the end of rank 1")
+        when(lambda: bool(first["mesh"].session.lost), "the end of rank 1")
         _, second = app.run()
         assert second["mesh"].name != first["mesh"].name
         assert second["mesh"].run("rank").values[1] == 1
@@ -239,7 +239,7 @@ def test_a_cell_without_the_marker_is_left_to_marimo(tmp_path: Path) -> None:
         "print([name for name in sys.modules if name.endswith('executor.executor')])\n"
     )
     notebook(tmp_path, "x = 1 + 1")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert done.stdout.startswith("2\n")
     assert list_meshes()[:] == ()
 
@@ -282,12 +282,12 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "marimo", mode, str(path), *options], stdout=self._log, stderr=self._log
         )
-        wait_until(self._answers, TIMEOUT_S, "the start of marimo")
+        when(self._answers, "the start of marimo")
 
     def _answers(self) -> bool:
         assert self._process.poll() is None
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=WAIT_S):
                 return True
         except OSError:
             return False
@@ -308,7 +308,7 @@ class Page:
 
     def __init__(self, server: Server, path: Path) -> None:
         self._server, self._session = server, f"s_{secrets.token_hex(3)}"
-        with urllib.request.urlopen(server.url, timeout=30) as page:
+        with urllib.request.urlopen(server.url, timeout=WAIT_S) as page:
             token = re.search(r'"serverToken"\s*:\s*"([^"]+)"', page.read().decode())
         self._token = token[1] if token else ""
         self.cells: dict[str, dict[str, Any]] = {}
@@ -360,7 +360,7 @@ class Page:
                 "Marimo-Server-Token": self._token,
             },
         )
-        with urllib.request.urlopen(request, timeout=30):
+        with urllib.request.urlopen(request, timeout=WAIT_S):
             pass
 
     def run_all(self) -> None:
@@ -535,7 +535,7 @@ def test_readers_of_a_running_notebook_share_its_mesh(tmp_path: Path) -> None:
 
 def test_a_script_that_ends_takes_its_mesh_with_it(tmp_path: Path) -> None:
     path = notebook(tmp_path, MAKE, "print('pid', mesh.run('import os; os.getpid()').values[0])")
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=WAIT_S)
     found = re.search(r"pid (\d+)", done.stdout)
     assert found is not None
     assert has_exited(int(found[1]))

@@ -18,6 +18,7 @@ import pytest
 
 import meshbook
 import meshbook.errors
+from tests.budget import WAIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -173,14 +174,14 @@ def test_a_lost_rank_is_also_known_by_monarchs_name() -> None:
 def test_importing_meshbook_imports_nothing_slow() -> None:
     program = "import json, sys, meshbook; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert set(json.loads(done.stdout)) & NOT_ON_IMPORT == set()
 
 
 @pytest.mark.usefixtures("processes")
 def test_importing_meshbook_starts_no_thread_and_no_process() -> None:
     program = "import os, meshbook; print(os.listdir('/proc/self/task') == [str(os.getpid())]); os.wait()"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == "True\n"
     assert "ChildProcessError" in done.stderr  # os.wait: there is no child to wait for
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.budget import WAIT_S
+
 pytestmark = pytest.mark.usefixtures("meshes")
 
 TESTS = """
@@ -76,7 +78,9 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
     is_installed = bool(entry_points(group="pytest11", name="meshbook"))
     plugin = [] if is_installed else ["-p", "meshbook.testing"]
     command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False, env=os.environ)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=2 * WAIT_S, check=False, env=os.environ
+    )
 
 
 @pytest.mark.timeout(300)  # a dozen tests, and two meshes

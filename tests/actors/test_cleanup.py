@@ -228,7 +228,7 @@ INTERRUPTED_AS_IT_WAITED = """
 
 def test_a_process_in_which_something_was_interrupted_can_be_debugged() -> None:
     program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED_AS_IT_WAITED)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.stdout == "KeyboardInterrupt()\n", done.stderr
 
 

@@ -208,7 +208,11 @@ SCRIPT = """
 @pytest.mark.parametrize(("where", "by"), [("elsewhere", "SupervisionError rank 1"), ("asleep", "KeyboardInterrupt")])
 def test_by_default_a_failure_that_nobody_handles_stops_what_runs(where: str, by: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), where], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), where],
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
     )
     assert f"stopped by {by}" in done.stdout, done
     assert done.returncode == 0

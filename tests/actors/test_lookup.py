@@ -48,7 +48,7 @@ PROGRAM = """
 @pytest.fixture
 def left() -> Iterator[Any]:
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     mesh = meshbook.attach("left")
     try:
@@ -96,6 +96,6 @@ def test_actors_whose_owner_lives_are_found_and_stay_its_own(left: Any) -> None:
     """
     mesh = counter._ref.procs_ref.mesh
     command = [sys.executable, "-c", textwrap.dedent(program), mesh]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert done.stdout == "5 0\n", done.stderr
     procs.stop().get(WAIT_S)

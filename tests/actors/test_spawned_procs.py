@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from tests.budget import WAIT_S
+
 pytestmark = pytest.mark.usefixtures("meshes")
 
 PROGRAM = """
@@ -29,7 +31,7 @@ PROGRAM = """
 @pytest.mark.parametrize("imports_torch", [True, False])
 def test_processes_have_torch_if_the_program_has_imported_it(imports_torch: bool) -> None:
     source = ("import torch\n" if imports_torch else "") + textwrap.dedent(PROGRAM)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.stdout == f"{imports_torch}\n", done.stderr
 
 
@@ -61,5 +63,5 @@ STOPPED_AT_ONCE = """
 @pytest.mark.timeout(180)
 def test_processes_that_are_stopped_as_soon_as_they_are_up_leave_no_standby_mesh() -> None:
     source = textwrap.dedent(STOPPED_AT_ONCE)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.stdout == "None\n", done.stderr

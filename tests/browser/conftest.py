@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.budget import WAIT_S
 from tests.leaks import Run
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ def pytest_runtest_makereport(
     pages = [used for used in getattr(item, "funcargs", {}).values() if isinstance(used, LabNotebook)]
     if report.failed and pages:
         why = subprocess.run(
-            [sys.executable, "-m", "meshbook.cli.main", "why"], capture_output=True, text=True, timeout=30, check=False
+            [sys.executable, "-m", "meshbook.cli.main", "why"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
         )
         report.sections += [("the page", page.describe()) for page in pages]
         report.sections.append(("meshbook why", why.stdout + why.stderr))

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 
-from tests.budget import WAIT_S
-from tests.kernel.frontend import wait_until
+from tests.budget import WAIT_S, when
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -100,7 +99,7 @@ def _run_server(
             assert server.poll() is None, f"{command[0]} has ended:\n{log.read_text()}"
             return ready_pattern.search(log.read_text(errors="replace"))
 
-        wait_until(lambda: find_port() is not None, TIMEOUT_S, f"{command[0]} is up, which")
+        when(lambda: find_port() is not None, f"{command[0]} is up, which")
         found = find_port()
         assert found is not None
         yield found[1]

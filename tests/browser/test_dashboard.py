@@ -19,7 +19,7 @@ from meshbook.dashboard.hub import DashboardHub
 from meshbook.dashboard.web_server import DashboardServer, start_server
 from meshbook.wire.keys import list_connections
 from tests.browser.pages import LAB_READY, TIMEOUT_S, Lab, LabNotebook, marimo
-from tests.kernel.frontend import wait_until
+from tests.budget import WAIT_S, when
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -186,7 +186,7 @@ def board(browser: Browser, server: DashboardServer) -> Iterator[Page]:
 def fetch(address: str, host: str | None = None) -> int:
     request = urllib.request.Request(address, headers={"Host": host} if host else {})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -305,4 +305,4 @@ def test_the_page_draws_curves_and_finds_the_mesh_again_and_watching_ends_with_t
     desk = DashboardHub.of(mesh.session)
     assert desk.is_subscribed
     board.goto("about:blank")
-    wait_until(lambda: not desk.is_subscribed, TIMEOUT_S, "nobody looks any more, so the watching")
+    when(lambda: not desk.is_subscribed, "nobody looks any more, so the watching")

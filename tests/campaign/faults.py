@@ -20,6 +20,7 @@ import psutil
 
 from meshbook.wire.process_control import kill_supervisor
 from meshbook.wire.processes import forks_of
+from tests.budget import WAIT_S
 from tests.campaign.scene import Scene
 from tests.campaign.surroundings import memory_group
 from tests.connections import cut
@@ -93,7 +94,7 @@ def _run_out_of_memory(scene: Scene) -> None:
     process = psutil.Process(scene.pid(scene.victim))
     with memory_group(f"campaign-{os.getpid()}-{scene.number}", process.pid, 48) as is_limited:
         scene.tell(scene.victim, "memory" if is_limited else "memory 128")
-        psutil.wait_procs([process], timeout=30)
+        psutil.wait_procs([process], timeout=WAIT_S)
 
 
 def _kill_host(scene: Scene) -> None:

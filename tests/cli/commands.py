@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.budget import WAIT_S
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -26,6 +28,12 @@ def meshbook(*words: str, cwd: Path | None = None, env: dict[str, str] | None = 
     """
     command = [sys.executable, "-m", "meshbook", *words]
     done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **(env or {})}, input=text, capture_output=True, text=True, timeout=110
+        command,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
     )
     return CommandResult(done.returncode, done.stdout, done.stderr)

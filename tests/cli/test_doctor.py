@@ -13,6 +13,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from meshbook.cli import doctor
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
 pytestmark = pytest.mark.usefixtures("meshes")
@@ -25,7 +26,7 @@ def findings(prelude: str = "", **env: str) -> tuple[int, dict[str, dict[str, st
     """The doctor's exit status and its findings by what they are about, after a prelude in the same process."""
     done = subprocess.run(
         [sys.executable, "-c", _LOOK.format(prelude)],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **env}, capture_output=True, text=True, timeout=WAIT_S,
     )  # fmt: skip
     assert done.stderr == ""
     return done.returncode, {finding["about"]: finding for finding in json.loads(done.stdout)}
@@ -118,7 +119,7 @@ def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.Temp
         "meshbook.wire.process_control.kill_supervisor(m.session.info.supervisor_pid)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": str(folder)}
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=WAIT_S)
     status, found = findings(**env)
     assert status == 0
     assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}/meshbook"

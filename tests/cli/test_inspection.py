@@ -16,9 +16,8 @@ import pytest
 
 from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
-from tests.kernel.frontend import wait_until
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -31,7 +30,7 @@ def mesh(run: object) -> Iterator[Mesh]:
         with create_mesh({"dp": 2}, name="hanging") as mesh:
             source = "if rank == 0:\n    dist.barrier()\nelse:\n    __import__('time').sleep(1000)"
             future = mesh.run(source, wait=False, echo=False)
-            wait_until(lambda: "line 4" in mesh.why().text, 60)
+            when(lambda: "line 4" in mesh.why().text)
             yield mesh
             future.interrupt()
             future.exception(WAIT_S)
@@ -71,11 +70,11 @@ def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
                     shown += os.read(ours, 1 << 16).decode()
                 return text in shown
 
-            wait_until(lambda: has_shown("(rank 1 · h lists the commands · 0 not stopped)"), 60, shown)
+            when(lambda: has_shown("(rank 1 · h lists the commands · 0 not stopped)"), shown)
             os.write(ours, b"p 40 + rank\n")
-            wait_until(lambda: has_shown("41"), 60, shown)
+            when(lambda: has_shown("41"), shown)
             os.write(ours, b"c\n")
-            wait_until(lambda: has_shown("goes on"), 60, shown)
+            when(lambda: has_shown("goes on"), shown)
             assert debug.wait(WAIT_S) == 0
     finally:
         os.close(ours)
@@ -96,7 +95,7 @@ def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
         try:
             assert select.select([top.stdout], [], [], 60)[0]
             name, address = top.stdout.readline().split()
-            page = urllib.request.urlopen(address, timeout=60).read().decode()
+            page = urllib.request.urlopen(address, timeout=WAIT_S).read().decode()
             top.send_signal(signal.SIGINT)
             assert top.wait(WAIT_S) == 130
         finally:

@@ -12,6 +12,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 
 from meshbook.cli import kernels
+from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -39,7 +40,7 @@ def test_what_was_installed_starts_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= spec.get("env", {})
     command = [*spec["argv"][:3], "--help"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
 
 

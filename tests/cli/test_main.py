@@ -16,9 +16,9 @@ import meshbook as package
 from meshbook import create_mesh, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.wire import keys
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
-from tests.kernel.frontend import has_exited, wait_until
+from tests.kernel.frontend import has_exited
 from tests.ptrace import ptrace_stopped
 
 pytestmark = pytest.mark.usefixtures("meshes")
@@ -124,7 +124,7 @@ def test_a_supervisor_that_does_not_answer_is_ended_all_the_same(run: object) ->
         assert "does not answer" in meshbook("list").out
         done = meshbook("stop", "stuck")
     assert (done.status, done.out) == (0, "stuck did not answer and was killed\n")
-    wait_until(lambda: has_exited(rank), 30, "the end of the rank")
+    when(lambda: has_exited(rank), "the end of the rank")
     assert not (keys.runtime_folder() / "stuck").exists()
     mesh.session.close()
 
@@ -137,7 +137,7 @@ def test_stop_all_ends_every_mesh_of_this_folder(tmp_path_factory: pytest.TempPa
         "import meshbook, sys\nfor name in 'ab': meshbook.create_mesh(1, name=name, process_group=False).detach(60)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": folder}
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=WAIT_S)
     assert sorted(line.split()[0] for line in meshbook("list", env=env).out.splitlines()[1:]) == ["a", "b"]
     done = meshbook("stop", "--all", env=env)
     assert (done.status, done.out) == (0, "a has ended\nb has ended\n")
@@ -171,7 +171,7 @@ def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], r
         "import meshbook; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
         "meshbook.wire.process_control.kill_supervisor(m.session.info.supervisor_pid)"
     )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True, timeout=WAIT_S)
     done = meshbook("list", env=nowhere)
     assert done.out == "no mesh is running\n"
     assert os.listdir(Path(nowhere["MESHBOOK_RUNTIME_DIR"]) / "meshbook") == []
@@ -222,7 +222,7 @@ def test_a_reader_that_leaves_early_is_no_error(mesh: Mesh) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert done.stdout == "[0\n"
     assert done.stderr == ""

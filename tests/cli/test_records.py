@@ -126,7 +126,7 @@ def completed(script: Path, *words: str) -> set[str]:
         f"source '{script}'; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
         "$(complete -p meshbook | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_S)
     return set(done.stdout.split())
 
 
@@ -144,4 +144,4 @@ def test_zsh_reads_its_script(typed: Callable[..., Typed], tmp_path: Path) -> No
     pytest.importorskip("shtab")
     script = tmp_path / "_meshbook"
     script.write_text(typed("completion", "zsh").out)
-    subprocess.run(["zsh", "-n", str(script)], check=True, timeout=30)
+    subprocess.run(["zsh", "-n", str(script)], check=True, timeout=WAIT_S)

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from meshbook import create_mesh
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import CommandResult, meshbook
 from tests.gate import Gate
-from tests.kernel.frontend import has_exited, shows, strip_ansi, wait_until
+from tests.kernel.frontend import has_exited, shows, strip_ansi
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -81,9 +81,9 @@ def test_attach_says_which_cell_went_on_without_its_program_and_shows_its_output
         )
         mesh.run(gate.wait, wait=False, echo=False)  # the cell of the program comes after it
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 2
-        wait_until(lambda: len(mesh.status().clients) == 1, 60)
+        when(lambda: len(mesh.status().clients) == 1)
         gate.open()
-        wait_until(lambda: mesh.history()[-1].status == "ok", 60)
+        when(lambda: mesh.history()[-1].status == "ok")
         number = mesh.history()[-1].number
         done = talk("attach", lines=[f"%mesh history {number}"])
         assert re.search(
@@ -154,5 +154,5 @@ def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
         found = re.search(r"pid (\d+)", strip_ansi(read_until(tty, "In [2]: ")).partition("getpid())")[2])
         assert found is not None
         process.send_signal(signal.SIGHUP)
-        wait_until(lambda: has_exited(int(found[1])), WAIT_S, "the end of the rank")
+        when(lambda: has_exited(int(found[1])), "the end of the rank")
         assert process.wait(WAIT_S) == 128 + signal.SIGHUP

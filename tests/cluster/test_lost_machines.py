@@ -14,9 +14,8 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
-from tests.controller.test_run import when
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 
@@ -76,7 +75,7 @@ def test_a_machine_that_comes_back_by_itself_has_no_rank_twice(
             check_named(mesh, future)
         finally:
             undo(bed, "n2")
-        when(lambda: before.isdisjoint(bed.processes("n2")), within_s=60.0)  # as told by the supervisor
+        when(lambda: before.isdisjoint(bed.processes("n2")), within_s=WAIT_S)  # as told by the supervisor
         heal(mesh)
 
 

@@ -15,10 +15,9 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost, StartError
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
-from tests.controller.test_run import when
 
 pytestmark = [
     pytest.mark.cluster,

@@ -16,9 +16,8 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost, StartError
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
-from tests.controller.test_run import when
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 
@@ -170,17 +169,17 @@ def test_a_node_that_fails_is_named_and_cannot_be_had_back(slurm: Bed) -> None:
             error = future.exception(WAIT_S)
             assert isinstance(error, RankLost)
             assert "machine n2 has not answered for" in str(error)
-            when(lambda: command("squeue", "-h", "-j", job, "-o", "%N") == "n1", within_s=60.0)
+            when(lambda: command("squeue", "-h", "-j", job, "-o", "%N") == "n1", within_s=WAIT_S)
             with pytest.raises(HealError, match=f"Slurm has taken it out of job {job}"):
                 mesh.heal()
             assert dict(mesh.run("x").values) == {0: 10}
         finally:
             slurm.power_on("n2")
-    when(lambda: "idle" in command("sinfo", "-h", "-n", "n2", "-o", "%T"), within_s=60.0)
+    when(lambda: "idle" in command("sinfo", "-h", "-n", "n2", "-o", "%T"), within_s=WAIT_S)
 
 
 def test_a_job_ends_soon_after_its_supervisor(slurm: Bed, abandoned_job: str) -> None:
-    when(lambda: abandoned_job not in jobs(), within_s=60.0)  # 20 s after its last host
+    when(lambda: abandoned_job not in jobs(), within_s=WAIT_S)  # 20 s after its last host
     when(lambda: slurm.processes("n1") == {})
 
 

@@ -12,8 +12,8 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
+from tests.budget import when
 from tests.cluster.bed import Bed
-from tests.controller.test_run import when
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
 

@@ -17,9 +17,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.controller.checkpoint_kills import kill_during_a_save
-from tests.controller.test_run import when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")

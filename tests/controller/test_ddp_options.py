@@ -12,7 +12,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
-from tests.controller.test_run import when
+from tests.budget import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

@@ -16,8 +16,7 @@ from meshbook.controller.debug_ports import describe_ports, open_ports
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import UsageError
 from meshbook.wire.messages import DebugPort
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

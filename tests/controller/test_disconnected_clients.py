@@ -11,7 +11,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -47,7 +47,7 @@ def test_a_client_that_goes_leaves_nothing_but_names_on_the_ranks(how: str) -> N
     with create_mesh(1, name="left-behind", torch=False) as mesh:
         own = mesh.execute(lambda: [1, 2, 3])
         done = subprocess.run(
-            [sys.executable, "-c", CLIENT, how, HELD], timeout=120, check=False, capture_output=True, text=True
+            [sys.executable, "-c", CLIENT, how, HELD], timeout=2 * WAIT_S, check=False, capture_output=True, text=True
         )
         kept, used = done.stdout.split()
         assert int(kept) >= 5, done.stderr

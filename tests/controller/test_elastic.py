@@ -15,9 +15,8 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
-from tests.controller.test_run import when
 
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
 

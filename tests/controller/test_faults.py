@@ -16,8 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
 from meshbook.wire.process_control import kill_supervisor
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
 
@@ -84,7 +83,7 @@ def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(own_mesh:
     own_mesh.kill(2)
     when(lambda: own_mesh.session.lost == (2,))
     with pytest.raises(CellError, match=r"rank 2|peer|Connection"):
-        own_mesh.run("dist.all_reduce(torch.ones(1))", timeout=20)
+        own_mesh.run("dist.all_reduce(torch.ones(1))", timeout=WAIT_S)
 
 
 def test_a_rank_that_leaves_by_os_exit_is_lost_with_its_status(own_mesh: Mesh) -> None:
@@ -168,7 +167,7 @@ def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(own_mesh: 
 
 def test_a_size_mismatch_that_aborts_a_rank_is_a_lost_rank_not_a_hang(own_mesh: Mesh) -> None:
     with pytest.raises((RankLost, CellError)):
-        own_mesh.run("dist.broadcast(torch.ones(4 if rank else 4000), 0)", timeout=30)
+        own_mesh.run("dist.broadcast(torch.ones(4 if rank else 4000), 0)", timeout=WAIT_S)
 
 
 def test_a_supervisor_that_dies_with_its_standby_takes_its_ranks_along_and_the_client_is_told(own_mesh: Mesh) -> None:
@@ -301,9 +300,9 @@ def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(o
         "if rank == 1:\n"
         "    sys.setprofile(trace)"
     )
-    own_mesh.run(source, timeout=20.0)
+    own_mesh.run(source, timeout=WAIT_S)
     when(lambda: "TimeoutError: later than late" in own_mesh.logs(1))
-    assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
+    assert dict(own_mesh.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
 
 
 def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
@@ -317,8 +316,8 @@ def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone
         "    sys.setprofile(trace)"
     )
     with pytest.raises(CellError, match="too late"):
-        own_mesh.run(source, timeout=20.0)
-    assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
+        own_mesh.run(source, timeout=WAIT_S)
+    assert dict(own_mesh.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
 
 
 # A loader whose workers are stuck, one of them on each rank, and a program in a session of its own.
@@ -365,7 +364,7 @@ finally:
 
 
 def test_workers_do_not_collect_what_their_rank_has_dropped(own_mesh: Mesh) -> None:
-    own_mesh.run(DROPPED, timeout=30.0)
+    own_mesh.run(DROPPED, timeout=WAIT_S)
 
 
 def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:

@@ -23,8 +23,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.tables import status_table
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")
@@ -316,11 +315,11 @@ def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(
         echo=False,
     )
     step = "wrapped(torch.ones(1, 4, dtype=torch.float64) * rank).sum().backward()"
-    trio.run(f"for _ in range(3): {step}", echo=False, timeout=30)
+    trio.run(f"for _ in range(3): {step}", echo=False, timeout=WAIT_S)
     for lost in (2, 0):
         kill(trio, lost)
         trio.heal()
-    trio.run(f"for _ in range(3):\n    wrapped.zero_grad()\n    {step}", echo=False, timeout=30)
+    trio.run(f"for _ in range(3):\n    wrapped.zero_grad()\n    {step}", echo=False, timeout=WAIT_S)
     first = values(trio, "[p.grad.tolist() for p in model.parameters()]")
     assert first[0] == first[1] == first[2]
 

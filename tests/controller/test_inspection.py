@@ -25,8 +25,7 @@ from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from meshbook.wire.process_control import is_stopped
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -246,10 +245,10 @@ def test_memory_and_metrics_come_as_the_frames_that_there_are(mesh: Mesh) -> Non
 def test_prometheus_is_served_the_same_numbers_on_this_machine_alone(mesh: Mesh) -> None:
     with Exporter(mesh.session) as exporter:
         assert exporter.address.startswith("http://127.0.0.1:")
-        page = urllib.request.urlopen(exporter.address, timeout=20).read().decode()
+        page = urllib.request.urlopen(exporter.address, timeout=WAIT_S).read().decode()
         rebound = urllib.request.Request(exporter.address, headers={"Host": "evil.example:80"})
         with pytest.raises(urllib.error.HTTPError, match="403"):  # a name that was made to point here
-            urllib.request.urlopen(rebound, timeout=20)
+            urllib.request.urlopen(rebound, timeout=WAIT_S)
         with pytest.raises(StartError, match="cannot be served"):
             Exporter(mesh.session, int(exporter.address.split(":")[2].partition("/")[0]))
     assert f'meshbook_up{{mesh="{mesh.name}"}} 1.0' in page

@@ -13,8 +13,6 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.redaction import HIDDEN, redact
 from meshbook.errors import CellError, UsageError
 
-pytestmark = pytest.mark.usefixtures("processes")
-
 
 def redacted(text: str) -> str:
     environment = {"HF_TOKEN": "abcdef-the-token", "DB_PASSWORD": "pw", "EDITOR": "vimvimvim"}

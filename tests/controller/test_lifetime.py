@@ -19,7 +19,7 @@ from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshInfo
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.ptrace import ptrace_stopped
 
 pytestmark = pytest.mark.usefixtures("meshes")
@@ -70,7 +70,7 @@ def test_a_mesh_is_stopped_at_the_end_of_its_with_block_also_after_an_error() ->
 
 
 def run_script(source: str) -> str:
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -95,7 +95,7 @@ def test_a_mesh_survives_the_death_of_its_client_and_ends_when_nobody_comes() ->
         "import meshbook, os\nm = meshbook.create_mesh(1, name='orphan', orphan_ttl_s={})\n"
         "m.run('x = 1')\nos.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", source.format(3600)], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", source.format(3600)], timeout=WAIT_S, check=False)
     mesh = attach("orphan")
     pid = mesh.session.info.supervisor_pid
     assert mesh.run("x").values.same() == 1
@@ -110,7 +110,7 @@ def test_what_a_dead_clients_cell_does_goes_on_and_the_next_client_is_told() -> 
         "f = m.run('import time\\nprint(1)\\ntime.sleep(1000)', wait=False)\n"
         "while m.status().ranks[0].state != 'busy': pass\nos.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", source], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", source], timeout=WAIT_S, check=False)
     mesh = attach("busy")
     try:
         (running,) = mesh.session.connection.welcome.open_calls

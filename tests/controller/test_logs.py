@@ -19,9 +19,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellError, MeshShapeError, NotAttached, UsageError
 from meshbook.wire.processes import forks_of
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.controller.test_heal import kill
-from tests.controller.test_run import when
 from tests.gate import Gate
 from tests.leaks import MARKER
 

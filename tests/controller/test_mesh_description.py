@@ -14,7 +14,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.controller.starting import create_mesh
 from meshbook.wire import messages
-from tests.controller.test_run import when
+from tests.budget import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

@@ -14,10 +14,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.past_cells import PastCell
 from meshbook.controller.starting import attach
 from meshbook.errors import CellError, UsageError
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
-from tests.kernel.frontend import wait_until
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -61,7 +59,7 @@ def test_an_error_can_be_read_again_with_its_traceback(mesh: Mesh) -> None:
 def test_a_cell_that_runs_can_be_read_so_far(mesh: Mesh, gate: Gate) -> None:
     running = mesh.run(f"print('so far', flush=True)\n{gate.wait}\nprint('the rest')", ranks=0, wait=False, echo=False)
     number = last_number(mesh)
-    wait_until(lambda: mesh.history(number).text == "so far\n", 30)
+    when(lambda: mesh.history(number).text == "so far\n")
     assert ": runs, for " in mesh.history(number).heading
     gate.open()
     running.result(WAIT_S)
@@ -108,7 +106,7 @@ def test_whoever_attaches_hears_of_the_cell_that_went_on_without_its_program(
         assert "its output until now: mesh.history(2)" in said
         assert watched.history(2).text == "at it\n"
         gate.open()
-        wait_until(lambda: watched.history(2).status == "ok", 30)
+        when(lambda: watched.history(2).status == "ok")
         attach(name).session.close()
         said = capfd.readouterr().err
         assert re.search(

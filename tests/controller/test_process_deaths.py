@@ -20,10 +20,9 @@ from meshbook.errors import CellInterrupted, NotAttached
 from meshbook.wire import keys
 from meshbook.wire.checkpoint_folders import list_checkpoints
 from meshbook.wire.processes import forks_of
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.connections import cut
 from tests.controller.test_heal import kill
-from tests.controller.test_run import when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")

@@ -14,8 +14,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted
 from meshbook.host.rlimits import TARGET_FD_LIMIT
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

@@ -16,9 +16,9 @@ import torch
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, ResizeError
+from tests.budget import when
 from tests.controller.test_heal import kill, values
 from tests.controller.test_resize import DEADLINE_S, _has_said, start_resize
-from tests.controller.test_run import when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")

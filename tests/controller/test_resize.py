@@ -26,9 +26,8 @@ from meshbook.controller.subscription import MeshSubscription
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, ResizeError, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.engine import ENGINES
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.controller.test_heal import DDP, TRAINING, Counter, kill, pids, press_stop_when, values
-from tests.controller.test_run import when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")

@@ -7,25 +7,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")
-
-
-def when(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it did not come to pass within {within_s:g} s")
-        threading.Event().wait(0.01)
 
 
 def is_busy(mesh: Mesh, rank: int = 0) -> bool:

@@ -16,8 +16,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.running_debugger import RunningDebugger, find_running
 from meshbook.errors import CellInterrupted, NotAttached, RankLost, UsageError
 from meshbook.wire.messages import InputRequest
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
 

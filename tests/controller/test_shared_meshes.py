@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.shared import SharedMesh
 
 pytestmark = pytest.mark.usefixtures("meshes")

@@ -11,8 +11,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.sigint import SigintLatch, defer_sigint
 from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

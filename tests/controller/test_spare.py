@@ -16,9 +16,9 @@ from meshbook.controller.spares import describe_spares
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import MeshShapeError, UsageError
 from meshbook.wire.messages import SpareInfo
+from tests.budget import when
 from tests.controller.test_heal import kill, values
 from tests.controller.test_process_deaths import kill_and_wait
-from tests.controller.test_run import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

@@ -12,7 +12,7 @@ from meshbook.cli.main import end_mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
-from tests.controller.test_run import when
+from tests.budget import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

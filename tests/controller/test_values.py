@@ -25,8 +25,7 @@ from meshbook.errors import (
     UsageError,
     ValuesDiffer,
 )
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("meshes")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.dashboard import assets
+from tests.budget import WAIT_S
 
 
 def test_joined_modules_import_nothing_and_export_only_what_a_widget_is() -> None:
@@ -68,5 +69,5 @@ def test_all_that_is_written_can_be_read_on_what_is_behind_it(theme: str) -> Non
 def test_the_joined_module_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "joined.mjs"
     path.write_text(assets.bundle("anywidget.js"))
-    done = subprocess.run(["node", "--check", str(path)], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["node", "--check", str(path)], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr

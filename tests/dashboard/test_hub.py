@@ -13,8 +13,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
-from tests.budget import WAIT_S
-from tests.kernel.frontend import wait_until
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -39,7 +38,7 @@ class Page:
             found[:] = [message for message in self.reported if true_of(message)]
             return bool(found)
 
-        wait_until(look, WAIT_S, "such a message came, which")
+        when(look, "such a message came, which")
         return found[0]
 
 
@@ -60,7 +59,7 @@ def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(me
     desk.on_request(second.audience, {"kind": "ready"})
     second.wait_for(lambda message: message["kind"] == "update" and message["full"])
     desk.on_request(first.audience, {"kind": "logs", "rank": 0})
-    wait_until(lambda: first.audience not in desk._clients, WAIT_S, "the page is forgotten, which")
+    when(lambda: first.audience not in desk._clients, "the page is forgotten, which")
     assert desk.is_subscribed
     desk.remove_client(second.audience)
     desk.remove_client(second.audience)
@@ -146,10 +145,9 @@ def test_the_end_of_the_mesh_is_told_and_ends_the_watching() -> None:
         desk, page = DashboardHub.of(mesh.session), Page(mesh)
         desk.add_client(page.audience)
     assert page.wait_for(lambda message: message["kind"] == "gone")["reason"]
-    wait_until(lambda: not desk.is_subscribed, WAIT_S, "the watching has ended, which")
-    wait_until(
+    when(lambda: not desk.is_subscribed, "the watching has ended, which")
+    when(
         lambda: not any(thread.name == "meshbook-dashboard" for thread in threading.enumerate()),
-        WAIT_S,
         "its thread has ended, which",
     )
 

@@ -13,9 +13,8 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import RAY_TIMEOUT_S
-from tests.controller.test_run import when
 
 # The first test of each way starts its mesh: in a minute on a busy machine, where each rank or host imports torch.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("meshes")]

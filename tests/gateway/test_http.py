@@ -26,10 +26,9 @@ from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
 from meshbook.gateway.operations import OPERATIONS
 from meshbook.wire.folders import runtime_folder
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 from tests.gate import Gate
-from tests.kernel.frontend import wait_until
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -54,7 +53,7 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None, *, token: str | None = "look") -> tuple[int, Any]:
         """The status and the JSON of a request. `token`: a scope, or any text."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2 * WAIT_S)
         try:
             headers = {} if token is None else {"Authorization": f"Bearer {self.tokens.get(token, token)}"}
             content = body if isinstance(body, str | None) else json.dumps(body)
@@ -85,7 +84,7 @@ class Events:
     """A stream of server-sent events, read on a thread. Which kind comes first is not promised."""
 
     def __init__(self, server: Server, path: str, **headers: str) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=90)
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=2 * WAIT_S)
         self.connection.request("GET", path, headers={"Authorization": f"Bearer {server.tokens['look']}", **headers})
         self._socket = self.connection.sock
         self.reply = self.connection.getresponse()
@@ -215,7 +214,7 @@ def test_a_cell_is_run_and_its_output_streams_from_where_a_reader_left_it(mesh: 
 def test_it_answers_while_ranks_hang(mesh: Mesh, server: Server, gate: Gate) -> None:
     with Events(server, "/meshes/served/events") as events:
         person = mesh.run(f"if rank == 1:\n    {gate.wait}\ndist.barrier()", wait=False, echo=False)
-        wait_until(lambda: server.get("/meshes/served/why")["findings"][0].get("waiting_ranks") == "0", 60)
+        when(lambda: server.get("/meshes/served/why")["findings"][0].get("waiting_ranks") == "0")
         assert server.get("/meshes/served/why")["findings"][0]["ranks"] == "1"
         assert events.next("status", "barrier")
         assert "line 2" in server.get("/meshes/served/stacks?ranks=1")["untrusted_output"]
@@ -254,19 +253,19 @@ def test_a_web_form_trains_on_the_mesh(server: Server) -> None:
         address = f"http://127.0.0.1:{form.server_address[1]}"
 
         def train(**fields: str) -> tuple[str, str]:
-            with urllib.request.urlopen(address, urllib.parse.urlencode(fields).encode(), timeout=30) as page:
+            with urllib.request.urlopen(address, urllib.parse.urlencode(fields).encode(), timeout=WAIT_S) as page:
                 return page.url, page.read().decode()
 
         assert "Not started: could not convert string to float" in train(lr="__import__('os')", steps="3")[1]
         run, _ = train(lr="0.05", steps="5")
-        wait_until(lambda: "<p>running</p>" not in read(run), 60)
+        when(lambda: "<p>running</p>" not in read(run))
         form.shutdown()
     status, history = server.ask("GET", "/meshes/served/history?limit=1")
     assert (status, history["cells"][0]["by"], history["cells"][0]["status"]) == (200, "http:run", "ok")
 
 
 def read(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=30) as page:
+    with urllib.request.urlopen(address, timeout=WAIT_S) as page:
         return page.read().decode()
 
 
@@ -277,7 +276,7 @@ def test_the_document_has_every_operation_and_the_page_needs_no_other_machine(se
     assert described == {*OPERATIONS, "events"}
     body = document["paths"]["/meshes/{mesh}/run"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert (set(body["properties"]), body["required"]) == ({"source", "ranks"}, ["source"])
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     connection.request("GET", "/")
     page = connection.getresponse()
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]

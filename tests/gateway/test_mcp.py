@@ -17,10 +17,9 @@ from mcp_types import Implementation
 
 from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 from tests.gate import Gate
-from tests.kernel.frontend import wait_until
 
 pytestmark = pytest.mark.usefixtures("meshes")
 
@@ -82,7 +81,7 @@ def runner(mesh: Mesh) -> Iterator[Agent]:
 def submit(mesh: Mesh, source: str, is_there: Callable[[], bool]) -> Any:
     """A person's cell, which is where the test wants it."""
     future = mesh.run(source, wait=False, echo=False)
-    wait_until(is_there, 60)
+    when(is_there)
     return future
 
 
@@ -128,7 +127,7 @@ def test_a_cell_of_the_agent_waits_for_that_of_a_person_and_its_ticket_has_its_e
     assert [(one["by"], one["ranks"], one["untrusted_output"]) for one in logs["output"]] == [
         ("script", "0-2", "[0] step one\n")
     ]
-    wait_until(lambda: [row.get("line") for row in looker.ask("status")["ranks"]] == [2], 60)
+    when(lambda: [row.get("line") for row in looker.ask("status")["ranks"]] == [2])
     (row,) = looker.ask("status")["ranks"]
     assert (row["ranks"], row["state"]) == ("0-2", "busy")
     asked = runner.ask("run", source="if rank == 1: print('from', rank)\nrank * 2")

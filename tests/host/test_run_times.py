@@ -9,7 +9,7 @@ import pytest
 
 from meshbook.host.procfs import read_run_times
 from meshbook.host.run_times import RunTimes, ThreadTimes, starved_s
-from tests.controller.test_run import when
+from tests.budget import when
 from tests.standstill import starved
 
 

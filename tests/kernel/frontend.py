@@ -19,7 +19,7 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 TIMEOUT_S = WAIT_S
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -245,7 +245,7 @@ class FrontEnd:
             )
             return None not in found.values()
 
-        wait_until(known, TIMEOUT_S, "the first beat")
+        when(known, "the first beat")
         return found
 
     def close(self) -> None:
@@ -314,12 +314,3 @@ def has_exited(pid: int) -> bool:
     except OSError:
         return True
     return stat.rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_until(seen: Callable[[], bool], timeout_s: float, what: str = "it") -> float:
-    """Look until something is so; how long that took, in seconds. For what nobody sends news of: processes that end."""
-    started = time.monotonic()
-    while not seen():
-        assert time.monotonic() - started < timeout_s, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - started

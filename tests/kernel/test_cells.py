@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
-from tests.kernel.frontend import Cell, FrontEnd, wait_until
+from tests.kernel.frontend import Cell, FrontEnd
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -219,7 +220,7 @@ def test_an_update_of_a_later_cell_reaches_the_earlier_ones_display(shared: Fron
     second = shared.send("handle.update('changed')")
     updated = []
     while not updated:
-        message = shared.client.get_iopub_msg(timeout=30)
+        message = shared.client.get_iopub_msg(timeout=WAIT_S)
         if message["msg_type"] == "update_display_data":
             updated.append(message["content"]["transient"]["display_id"])
     assert updated == [shown]
@@ -329,13 +330,13 @@ def test_a_module_that_is_missing_here_and_lives_on_the_ranks_is_named(shared: F
 
 def completes(front: FrontEnd, code: str, match: str) -> None:
     """A rank has 0.3 s for its answer, which a loaded machine does not always give it: it is asked again."""
-    wait_until(lambda: match in front.complete(code)["matches"], 60, f"{match} for {code}")
+    when(lambda: match in front.complete(code)["matches"], f"{match} for {code}")
 
 
 def finds(front: FrontEnd, code: str) -> dict[str, Any]:
     """What a rank knows of a name, once it has answered within the 0.3 s that it has."""
     reply: dict[str, Any] = {}
-    wait_until(lambda: reply.update(front.inspect(code)) or reply["found"], 60, f"an answer about {code}")
+    when(lambda: reply.update(front.inspect(code)) or reply["found"], f"an answer about {code}")
     return reply
 
 
@@ -404,7 +405,7 @@ def test_a_rank_that_does_not_answer_holds_completion_up_for_a_moment_only(share
     # A call into C that keeps the GIL of rank 0, whose service thread then cannot answer. Stop ends it.
     cell = shared.send("import ctypes\nctypes.PyDLL(None).sleep(100) if rank == 0 else None;")
     shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
-    assert shared.complete("pri", timeout_s=20)["matches"]
+    assert shared.complete("pri", timeout_s=WAIT_S)["matches"]
     shared.interrupt()
     shared.wait(cell)
 

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import jupyter_kernel_test
 import pytest
 
+from tests.budget import WAIT_S
+
 TINY_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
@@ -60,13 +62,13 @@ class TestConformance(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  #
         with patch.dict(os.environ, {"MESHBOOK_RANKS": "2"}):
             super().setUpClass()
         # The suite gives a cell 15 s; the start of a mesh is not what it is about.
-        reply = cls.kc.execute_interactive("pass", timeout=60)
+        reply = cls.kc.execute_interactive("pass", timeout=WAIT_S)
         assert reply["content"]["status"] == "ok"
         # A rank has 0.3 s to complete and to inspect, a cell's next output 0.1 s to come: not on a loaded machine.
         patient = "%%controller\nfrom meshbook.kernel import queries\nqueries.QUERY_TIMEOUT_S = 60.0"
-        assert cls.kc.execute_interactive(patient, timeout=60)["content"]["status"] == "ok"
+        assert cls.kc.execute_interactive(patient, timeout=WAIT_S)["content"]["status"] == "ok"
         for channel in (cls.kc.shell_channel, cls.kc.iopub_channel):
-            channel.get_msg = lambda timeout=None, get=channel.get_msg: get(timeout=60)
+            channel.get_msg = lambda timeout=None, get=channel.get_msg: get(timeout=WAIT_S)
 
     def flush_channels(self) -> None:
         """Take what the requests of other tests have left: all that comes before the end of one of our own."""

@@ -11,7 +11,8 @@ import pytest
 
 import meshbook
 from meshbook.cli import kernels
-from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel, wait_until
+from tests.budget import when
+from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -60,7 +61,7 @@ def begin(front: FrontEnd, source: str) -> Cell:
     front.input_requests.clear()
     front.input_replies.clear()
     cell = front.send(source)
-    wait_until(front.client.stdin_channel.msg_ready, 60, "the prompt")  # type: ignore[union-attr]
+    when(front.client.stdin_channel.msg_ready, "the prompt")  # type: ignore[union-attr]
     front.wait_until_shown(cell, lambda cell: "stopped " in cell.stdout)
     return cell
 
@@ -110,7 +111,7 @@ def test_stop_while_a_rank_runs_on_from_the_debugger_ends_the_cell(front: FrontE
     source = "breakpoint()\nprint('went on', flush=True)\ntime.sleep(60)"
     front.input_replies[:] = ["c"]
     cell = front.send(source)
-    wait_until(front.client.stdin_channel.msg_ready, 60, "the prompt")  # type: ignore[union-attr]
+    when(front.client.stdin_channel.msg_ready, "the prompt")  # type: ignore[union-attr]
     front._reply_to_input()
     front.wait_until_shown(cell, lambda cell: "went on" in cell.stdout)
     front.interrupt()
@@ -176,7 +177,7 @@ def begin_loop(front: FrontEnd) -> Cell:
     cell = front.send(f"done, i = False, 0\nprint('loops', flush=True)\n{loop}")
     front.wait_until_shown(cell, lambda cell: "loops" in cell.stdout)
     started = time.monotonic()
-    wait_until(lambda: time.monotonic() - started > 2.2, 60, "the age at which a cell is answered beside another")
+    when(lambda: time.monotonic() - started > 2.2, "the age at which a cell is answered beside another")
     return cell
 
 
@@ -234,7 +235,7 @@ def test_a_rank_that_dies_at_the_prompt_ends_the_cell_for_all_and_the_others_kee
         cell = begin(front, IN_A_FUNCTION)
         pid = pids["rank 1"]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: has_exited(pid), 60, "the end of rank 1")
+        when(lambda: has_exited(pid), "the end of rank 1")
         front.input_replies[:] = ["p 1", "c"]
         front.wait(cell)
         assert "RankLost" in cell.traceback

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.frontend import FrontEnd, has_exited, kernel, shows, strip_ansi, wait_until
+from tests.budget import WAIT_S, when
+from tests.kernel.frontend import FrontEnd, has_exited, kernel, shows, strip_ansi
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -79,7 +80,7 @@ def test_the_mesh_ends_with_the_kernel(run: object) -> None:
         front.run("%load_ext meshbook\n%mesh start -n 1")
         pids = front.pids()
     for name, pid in pids.items():
-        wait_until(lambda pid=pid: has_exited(pid), 60, f"the end of the {name}")  # type: ignore[misc]
+        when(lambda pid=pid: has_exited(pid), f"the end of the {name}")  # type: ignore[misc]
 
 
 def test_unloading_takes_the_magics_away(run: object) -> None:
@@ -105,12 +106,12 @@ def test_ipython_in_a_terminal_runs_cells_on_ranks_and_leaves_nothing(run: objec
     ]
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-confirm-exit", "--colors=nocolor", "--quiet"]
     typed = "\n".join(cells) + "\n"
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=2 * WAIT_S, check=True)
     text = strip_ansi(done.stdout)
     assert shows(text, "rank 0…1\n", "[0] rank 0\n", "[1] rank 1\n")
     assert re.search(r"Out\[\d+\]: \n\[0\] 0\n\[1\] 10\n", text)
     assert "rank 0: ZeroDivisionError: division by zero" in text
     assert re.search(r"in-a-terminal +2 ranks", text)
     command = [sys.executable, "-m", "meshbook", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert "in-a-terminal" not in listed.stdout

@@ -13,9 +13,9 @@ import pytest
 from meshbook.controller.starting import attach
 from meshbook.wire.checkpoint_folders import find_checkpoint
 from meshbook.wire.process_control import kill_supervisor
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.gate import Gate
-from tests.kernel.frontend import TIMEOUT_S, FrontEnd, has_exited, kernel, printed_by_both, wait_until
+from tests.kernel.frontend import FrontEnd, has_exited, kernel, printed_by_both
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -54,8 +54,8 @@ def test_a_rank_that_leaves_by_itself_is_named_with_its_status(front: FrontEnd) 
 def test_a_rank_that_died_between_cells_is_told_of_with_the_next_one_once(front: FrontEnd) -> None:
     pid = front.pids()["rank 1"]
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: has_exited(pid), TIMEOUT_S, "the rank's end")
-    wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), TIMEOUT_S, "the news of it")
+    when(lambda: has_exited(pid), "the rank's end")
+    when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of it")
     cell = front.run("x")
     assert f"rank 1 (pid {pid}" in cell.notes
     assert "while no cell ran" in cell.notes
@@ -76,7 +76,7 @@ def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
     assert front.wait(cell, timeout_s=WAIT_S).reply["status"] == "ok"
     # The ranks that heard of it may have ended the cell before its notice is here.
     front.wait_until_shown(cell, lambda cell: f"received SIGTERM: x will be saved in {folder}" in cell.stderr)
-    wait_until(lambda: all(map(has_exited, pids.values())), TIMEOUT_S, "the end of the mesh")
+    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
     assert f"x is saved in {folder}/save-0001: on a new mesh, %mesh restore {folder}" in front.run("x").traceback
 
 
@@ -90,7 +90,7 @@ def test_what_was_asked_for_is_saved_although_the_kernel_is_killed_too(front: Fr
     front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.stderr)
     os.kill(front.pid, signal.SIGTERM)
     gate.open()
-    wait_until(lambda: all(map(has_exited, pids.values())), TIMEOUT_S, "the end of the mesh")
+    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
     assert find_checkpoint(folder).folder.name == "save-0001"
 
 
@@ -109,15 +109,13 @@ def test_what_was_asked_for_is_saved_although_the_kernel_stops_its_mesh_meanwhil
     try:
         # Another client's cell: jupyter_client interrupts a kernel, and what it runs, before it shuts it down.
         other.run(f"print('at it', flush=True)\n{gate.wait}", wait=False)
-        wait_until(
-            lambda: all("at it" in other.logs(rank) for rank in other.ranks), TIMEOUT_S, "the beginning of the cell"
-        )
+        when(lambda: all("at it" in other.logs(rank) for rank in other.ranks), "the beginning of the cell")
         os.kill(pids["supervisor"], signal.SIGTERM)
-        wait_until(lambda: hears("received SIGTERM"), TIMEOUT_S, "the news of it")
+        when(lambda: hears("received SIGTERM"), "the news of it")
         front.manager.shutdown_wait_time = 5.0  # jupyter_client's own: the kernel waits for the save
         front.manager.shutdown_kernel()  # as JupyterLab does with its kernels when it receives SIGTERM
         gate.open()
-        wait_until(lambda: all(map(has_exited, pids.values())), TIMEOUT_S, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
     finally:
         other.session.close()
     assert find_checkpoint(folder).folder.name == "save-0001"
@@ -137,7 +135,7 @@ def test_when_the_supervisor_and_its_standby_die_the_cell_ends_and_a_new_mesh_ca
     kill_supervisor(pids["supervisor"])
     assert front.wait(cell).reply["ename"] == "NotAttached"
     assert "%mesh start" in front.run("x").traceback
-    wait_until(lambda: all(map(has_exited, pids.values())), TIMEOUT_S, "the end of its ranks")
+    when(lambda: all(map(has_exited, pids.values())), "the end of its ranks")
     assert front.run("%mesh start -n 2\nrank").result == "[0] 0\n[1] 1"
 
 
@@ -202,12 +200,12 @@ def test_a_mesh_is_resized_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -
 def test_healing_while_a_cell_runs_in_the_background_is_refused_with_its_name(front: FrontEnd) -> None:
     front.run("%%mesh --bg --ranks 0\nprint('busy', flush=True)\ntime.sleep(60)")
     os.kill(front.pids()["rank 1"], signal.SIGKILL)
-    wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), TIMEOUT_S, "the news of it")
+    when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of it")
     refused = front.run("%mesh heal")
     assert refused.reply["ename"] == "HealError"
     assert "runs on rank 0; wait for it, or press Stop (%mesh interrupt), then heal" in refused.reply["evalue"]
     front.run("%mesh interrupt 0")
-    wait_until(lambda: front.run("%mesh heal").status == "ok", TIMEOUT_S, "the end of the cell")
+    when(lambda: front.run("%mesh heal").status == "ok", "the end of the cell")
     assert front.run("rank").status == "ok"
 
 
@@ -217,9 +215,9 @@ def test_stop_ends_a_setup_cell_that_never_ends_while_the_mesh_is_healed(front: 
     front.run(f"%%mesh --setup\nif os.path.exists({str(second)!r}):\n    {waiting}")
     second.touch()
     os.kill(front.pids()["rank 1"], signal.SIGKILL)
-    wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), TIMEOUT_S, "the news of it")
+    when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of it")
     healing = front.send("%mesh heal")
-    wait_until(reached.exists, TIMEOUT_S, "the setup cell on the new rank")
+    when(reached.exists, "the setup cell on the new rank")
     front.interrupt()
     front.wait(healing)
     assert healing.reply["ename"] == "CellInterrupted"

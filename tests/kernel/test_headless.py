@@ -13,6 +13,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from tests.budget import WAIT_S
 from tests.kernel.frontend import strip_ansi
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -26,7 +27,7 @@ def notebook(*cells: str) -> Any:
 
 def execute(made: Any) -> Any:
     with patch.dict(os.environ, {"MESHBOOK_RANKS": "2"}):
-        return NotebookClient(made, timeout=60, kernel_name="meshbook").execute()
+        return NotebookClient(made, timeout=WAIT_S, kernel_name="meshbook").execute()
 
 
 def texts(cell: Any) -> list[str]:

@@ -11,8 +11,9 @@ import pytest
 
 from meshbook.wire.process_control import is_stopped
 from meshbook.wire.stop_timing import INTERRUPT_DEBOUNCE_S
+from tests.budget import when
 from tests.gate import Gate
-from tests.kernel.frontend import TIMEOUT_S, Cell, FrontEnd, has_exited, kernel, printed_by_both, wait_until
+from tests.kernel.frontend import TIMEOUT_S, Cell, FrontEnd, has_exited, kernel, printed_by_both
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -135,9 +136,7 @@ def test_a_second_stop_ends_ranks_that_do_not_come_back_and_says_so(run: object)
         assert "Press Stop again" in cell.reply["evalue"]
         front.interrupt()
         front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.stderr)
-        wait_until(
-            lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), TIMEOUT_S, "the news of its end"
-        )
+        when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of its end")
         assert front.run("x").result == "0"
 
 
@@ -173,7 +172,7 @@ def test_one_stop_brings_back_ranks_that_are_stopped_by_a_signal(front: FrontEnd
     chosen = [pids[rank] for rank in pids if rank in who]
     for pid in chosen:
         os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(map(is_stopped, chosen)), TIMEOUT_S, "their stop")
+    when(lambda: all(map(is_stopped, chosen)), "their stop")
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert front.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item() + kept").result == "[0] 2.0\n[1] 3.0"
@@ -189,7 +188,7 @@ def test_one_stop_brings_back_a_rank_that_stops_itself(front: FrontEnd, source: 
     front.run("import os, signal")
     cell = front.send(f"print('at it', flush=True)\nif rank == 0: {source}\ntime.sleep(60)")
     front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
-    wait_until(lambda: is_stopped(pids["rank 0"]), TIMEOUT_S, "its stop")
+    when(lambda: is_stopped(pids["rank 0"]), "its stop")
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert front.run("'next'").result == "'next'"
@@ -239,16 +238,13 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
         assert front.wait(waiting).reply["ename"] == "KeyboardInterrupt"
         pressed = time.monotonic()
         assert front.value("get_ipython().meshbook.mesh.session.lost") == ()
-        wait_until(
+        when(
             lambda: time.monotonic() > pressed + INTERRUPT_DEBOUNCE_S,
-            TIMEOUT_S,
             "the time in which two presses are one",
         )
         front.interrupt()
-        wait_until(lambda: has_exited(pids["rank 1"]), TIMEOUT_S, "its end")
-        wait_until(
-            lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), TIMEOUT_S, "the news of its end"
-        )
+        when(lambda: has_exited(pids["rank 1"]), "its end")
+        when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of its end")
         assert front.run("x").result == "0"
 
 

@@ -11,8 +11,9 @@ import pytest
 from meshbook.kernel.warm_start import mesh_name_stem
 from meshbook.supervisor.clients import EMPTY_TTL_S
 from meshbook.wire.folders import runtime_folder
+from tests.budget import when
 from tests.conftest import ROOT
-from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
+from tests.kernel.frontend import FrontEnd, has_exited, kernel
 from tests.leaks import Run
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -40,20 +41,20 @@ def test_shutting_the_kernel_down_leaves_nothing() -> None:
         front.run("x = rank")
         pids = front.pids()
         assert len(folders()) == 1
-    wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
     assert folders() == []
 
 
 def test_a_kernel_that_ran_no_cell_leaves_nothing_either() -> None:
     with kernel() as front:
         assert front.run("1 + 1", store_history=False).result == "2"
-        wait_until(lambda: folders() != [], 60, "a warm supervisor")
-    wait_until(lambda: folders() == [], 60, "its end")
+        when(lambda: folders() != [], "a warm supervisor")
+    when(lambda: folders() == [], "its end")
 
 
 def test_a_warm_supervisor_makes_the_first_cell_quick_and_is_the_one_that_is_used() -> None:
     with kernel() as front:
-        wait_until(lambda: folders() != [], 60, "a warm supervisor")
+        when(lambda: folders() != [], "a warm supervisor")
         (warm,) = folders()
         assert "started 2 ranks in" in front.run("1").notes
         assert folders() == [warm]
@@ -76,7 +77,7 @@ def test_a_restarted_kernel_is_back_on_its_mesh() -> None:
         assert front.pids() == pids
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs() -> None:
@@ -95,7 +96,7 @@ def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs() ->
         assert front.pids() == pids
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_have_it() -> None:
@@ -107,7 +108,7 @@ def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_
         cell = front.run("%mesh attach kept-by-test\nx")
         assert cell.result == "[0] 0\n[1] 1"
         front.run("%mesh stop")
-    wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted() -> None:
@@ -129,7 +130,7 @@ def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted() -> Non
         assert front.run("x").result == "[0] 0\n[1] 1"
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart() -> None:
@@ -175,7 +176,7 @@ def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead(
         cell = front.run("rank")
         assert "every rank of this notebook's mesh" in cell.notes
         assert cell.result == "[0] 0\n[1] 1"
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the old mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the old mesh")
         front.close()
         front.manager.shutdown_kernel()
 
@@ -186,7 +187,7 @@ def test_a_time_to_live_that_a_second_start_asks_for_counts() -> None:
         assert "is running already" in front.run("%mesh start -n 1 --ttl 1").stdout
         pids = front.pids()
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 def test_an_orphaned_mesh_ends_after_its_time_to_live() -> None:
@@ -194,18 +195,18 @@ def test_an_orphaned_mesh_ends_after_its_time_to_live() -> None:
         front.run("%mesh start -n 2 --ttl 1\nx = rank")
         pids = front.pids()
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: all(map(has_exited, pids.values())), 60, "the end of the mesh")
+        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
 @pytest.mark.timeout(EMPTY_TTL_S + 120)
 def test_a_warm_supervisor_whose_kernel_crashed_ends_soon() -> None:
     with kernel() as front:
-        wait_until(lambda: folders() != [], 60, "a warm supervisor")
+        when(lambda: folders() != [], "a warm supervisor")
         connection = runtime_folder() / folders()[0] / "mesh.json"
-        wait_until(connection.exists, 60, "its connection file")
+        when(connection.exists, "its connection file")
         front.run("1", store_history=False)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: folders() == [], EMPTY_TTL_S + 60, "its end")
+        when(lambda: folders() == [], "its end", within_s=EMPTY_TTL_S + 60)
 
 
 def test_two_meshes_live_in_one_notebook() -> None:

@@ -29,8 +29,8 @@ from meshbook.errors import (
 )
 from meshbook.kernel import magics
 from meshbook.kernel.notebook import Notebook
-from tests.budget import WAIT_S
-from tests.kernel.frontend import FrontEnd, strip_ansi, wait_until
+from tests.budget import WAIT_S, when
+from tests.kernel.frontend import FrontEnd, strip_ansi
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -347,7 +347,7 @@ def test_a_push_that_cannot_be_pickled_names_the_part(typed: Terminal) -> None:
 def test_status_tells_each_ranks_state_and_the_names(typed: Terminal) -> None:
     typed("%%mesh\nseen_in_status = 1")
     mesh = mesh_of(typed)
-    wait_until(lambda: all(rank.pid for rank in mesh.status().ranks), 60, "the first beat")
+    when(lambda: all(rank.pid for rank in mesh.status().ranks), "the first beat")
     table = typed("%mesh status")
     assert isinstance(table, Table)
     text = str(table)
@@ -403,7 +403,7 @@ def test_logs_with_an_option_search_in_all_that_was_printed(typed: Terminal) -> 
         found = typed("%mesh logs --grep '^found' --since 1h --context 1 --last 1")
         return [(hit.ranks, hit.text) for hit in found] == [((0, 1), "before it\nfound 0…1")]
 
-    wait_until(both_found, 60)
+    when(both_found)
     assert {hit.ranks for hit in typed("%mesh logs 1 --grep '^found'")} == {(1,)}
     assert {hit.ranks for hit in typed("%mesh logs --ranks dp=0 --grep '^found'")} == {(0,)}
 
@@ -422,7 +422,7 @@ def test_a_killed_rank_is_dead_in_the_status_and_named_in_its_note(
     fresh("%mesh kill 1")
     assert "Killed rank 1." in capsys.readouterr().out
     mesh = mesh_of(fresh)
-    wait_until(lambda: mesh.status().ranks[1].state == "dead", 60, "the end of rank 1")
+    when(lambda: mesh.status().ranks[1].state == "dead", "the end of rank 1")
     text = str(fresh("%mesh"))
     assert re.search(r"^1 +dead, was killed by SIGKILL", text, re.MULTILINE)
     assert "Rank 1 is gone; cells run on the others (%%mesh --ranks 0)" in text
@@ -432,7 +432,7 @@ def test_a_mesh_that_ended_elsewhere_says_so(fresh: Terminal) -> None:
     fresh("%mesh start -n 1 --name ended-elsewhere")
     attach("ended-elsewhere").stop()
     session = mesh_of(fresh).session
-    wait_until(lambda: session.ended is not None, 60, "word of the end")
+    when(lambda: session.ended is not None, "word of the end")
     assert str(fresh("%mesh")).startswith("Mesh ended-elsewhere has ended: ")
     with pytest.raises(NotAttached):
         fresh("%%mesh\n1")
@@ -480,7 +480,7 @@ def test_a_checkpoint_in_the_background_says_how_to_see_it(
     typed("%%mesh\nkept = torch.ones(4)")
     typed(f"%mesh checkpoint {tmp_path}/run1 kept")
     assert f"%mesh checkpoints {tmp_path}/run1 lists it when it is committed" in capsys.readouterr().out
-    wait_until(lambda: "save-0001" in str(typed(f"%mesh checkpoints {tmp_path}/run1")), 60)
+    when(lambda: "save-0001" in str(typed(f"%mesh checkpoints {tmp_path}/run1")))
 
 
 def test_a_checkpoint_without_names_or_folder_is_answered_with_the_right_form(typed: Terminal, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshbook.controller.starting import attach
+from tests.budget import when
 from tests.gate import Gate
-from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
+from tests.kernel.frontend import FrontEnd, has_exited, kernel
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -50,7 +51,7 @@ def wait_until_ended(name: str) -> None:
     """Wait for the end of the last cell of a mesh, as somebody who only looks on."""
     mesh = attach(name, observer=True)
     try:
-        wait_until(lambda: mesh.history()[-1].status != "running", 60, "the end of the cell")
+        when(lambda: mesh.history()[-1].status != "running", "the end of the cell")
     finally:
         mesh.session.close()
 
@@ -67,7 +68,7 @@ def test_no_line_is_lost_when_the_kernel_is_killed_while_a_cell_prints(run: obje
         cell = front.send(f"{counting(gate)}{gate.wait}\nrank * 10")
         front.wait_until_shown(cell, lambda cell: "line 50\n" in cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
+        when(lambda: has_exited(front.pid), "the end of the kernel")
         gate.open()
         wait_until_ended(name)
         front = again(front, kill=False)
@@ -100,7 +101,7 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
         front.wait_until_shown(cell, lambda cell: "line 50\n" in cell.stdout)
         seen = numbers(cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
+        when(lambda: has_exited(front.pid), "the end of the kernel")
         last_lines.open()
         front = again(front, kill=False)
         first = front.run("%%controller\n'back'")
@@ -152,7 +153,7 @@ def test_a_cell_that_failed_without_its_kernel_says_so_and_its_error_is_there(ru
         )
         front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: has_exited(front.pid), 60, "the end of the kernel")
+        when(lambda: has_exited(front.pid), "the end of the kernel")
         gate.open()
         wait_until_ended(name)
         front = again(front, kill=False)

@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.budget import WAIT_S
+
 pytestmark = pytest.mark.usefixtures("kernels")
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "remote_tensors.ipynb"
@@ -15,7 +17,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "remote_tensors.i
 
 def test_the_notebook_about_remote_tensors_runs_to_its_end(run: object) -> None:
     made = nbformat.read(NOTEBOOK, as_version=4)
-    done = NotebookClient(made, timeout=110, kernel_name="meshbook").execute()
+    done = NotebookClient(made, timeout=2 * WAIT_S, kernel_name="meshbook").execute()
     shown = {cell.id: cell.outputs for cell in done.cells if cell.cell_type == "code"}
     drawing = "".join(output.get("data", {}).get("text/html", "") for output in shown["tensor"])
     assert "dp=2: dim 0 cut" in drawing

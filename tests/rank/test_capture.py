@@ -59,7 +59,7 @@ def test_python_c_and_children_come_in_the_order_they_wrote(output: OutputBuffer
     os.write(1, b"descriptor\n")
     print("python 2")
     ctypes.CDLL(None).printf(b"printf\n")
-    subprocess.run(["echo", "child"], check=True, timeout=60)
+    subprocess.run(["echo", "child"], check=True, timeout=WAIT_S)
     os.system("echo shell")
     print("python 3")
     output.flush()
@@ -135,7 +135,7 @@ def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
         stream.writelines(["still ", "open\n"])
         with pytest.raises(TypeError, match="must be str, not bytes"):
             stream.write(b"bytes")  # type: ignore[arg-type]
-    subprocess.run(["echo", "child"], stdout=sys.stdout, check=True, timeout=60)
+    subprocess.run(["echo", "child"], stdout=sys.stdout, check=True, timeout=WAIT_S)
     output.flush()
     items = output.pop_items()
     assert text_of(items) == "still open\nchild\n"

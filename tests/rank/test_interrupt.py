@@ -17,6 +17,7 @@ import pytest
 from meshbook.rank import interrupt
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.wire.interrupt_points import can_interrupt
+from tests.budget import WAIT_S
 from tests.standstill import starved
 
 
@@ -70,7 +71,7 @@ def test_a_repeated_sigint_does_not_raise_again_because_the_rank_got_no_processo
     command = [sys.executable, "-c", textwrap.dedent(REPEATED_LATE)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with starved(process.pid):
-        out, err = process.communicate(b"\n", timeout=60)
+        out, err = process.communicate(b"\n", timeout=WAIT_S)
     assert out == b"cleaned up\n", err
 
 
@@ -203,10 +204,10 @@ def test_a_call_that_is_told_to_stop_while_it_runs_is_woken(gate: InterruptGate)
     teller = threading.Thread(target=gate.interrupt_call, args=("c7",))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (it may come at either line)
         teller.start()
-        threading.Event().wait(30)
+        threading.Event().wait(WAIT_S)
     gate.disarm()
     gate.end()
-    teller.join(10)
+    teller.join(WAIT_S)
 
 
 def test_a_stop_by_name_never_hits_the_call_after_it(gate: InterruptGate) -> None:
@@ -269,7 +270,7 @@ def test_a_stop_while_such_a_function_waits_for_a_lock_ends_the_wait_when_it_is_
     def hold() -> None:
         with handler.lock:  # type: ignore[union-attr]
             held.set()
-            over.wait(30)
+            over.wait(WAIT_S)
 
     def stop() -> None:
         while not over.wait(0.02):
@@ -279,7 +280,7 @@ def test_a_stop_while_such_a_function_waits_for_a_lock_ends_the_wait_when_it_is_
     threads = [threading.Thread(target=hold), threading.Thread(target=stop)]
     for thread in threads:
         thread.start()
-    held.wait(30)
+    held.wait(WAIT_S)
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
@@ -287,7 +288,7 @@ def test_a_stop_while_such_a_function_waits_for_a_lock_ends_the_wait_when_it_is_
     gate.disarm()
     over.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     gate.end()
     assert gate.num_raised == 1
 
@@ -312,10 +313,10 @@ def test_a_stop_ends_a_wait_for_a_queue_at_once(gate: InterruptGate) -> None:
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
-        items.get(timeout=30)
+        items.get(timeout=WAIT_S)
     gate.disarm()
     gate.end()
-    thread.join(30)
+    thread.join(WAIT_S)
     assert gate.num_raised == 1
     assert items.not_empty.acquire(blocking=False)  # its lock was given back
 
@@ -345,5 +346,5 @@ FORKS = """
 @pytest.mark.usefixtures("processes")
 def test_a_stop_that_comes_as_a_child_is_forked_is_not_dropped_and_the_child_is_known() -> None:
     program = [sys.executable, "-c", textwrap.dedent(FORKS)]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(program, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert run.stdout == "interrupted, exit status 0\n", run.stderr

@@ -475,5 +475,5 @@ def test_torch_is_not_imported_for_a_preview() -> None:
     source = (
         "import sys; from meshbook.rank.previews import preview as p; p.preview([{}]); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=WAIT_S)
     assert done.stdout == b"False\n"

@@ -15,6 +15,7 @@ import meshbook
 from meshbook.errors import UsageError
 from meshbook.rank import scalars
 from meshbook.rank.scalars import ScalarLog
+from tests.budget import WAIT_S
 
 
 class Clock:
@@ -171,4 +172,4 @@ def test_a_hostile_name_is_plain_text(log: ScalarLog) -> None:
 
 def test_it_is_found_without_torch() -> None:
     source = "import meshbook, sys; meshbook.log; assert not {'torch', 'IPython', 'numpy'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=WAIT_S)

@@ -375,7 +375,7 @@ def test_os_exit_ends_the_process() -> None:
         shell = RankShell.make(output=output, gate=gate)
         CodeRunner(shell, output, gate).run(RunCell("c", (), "import os; os._exit(7)"))
         """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=60).returncode == 7
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=WAIT_S).returncode == 7
 
 
 def test_an_unknown_magic_is_told_in_one_line(rank: Rank) -> None:
@@ -961,7 +961,7 @@ def alone(source: str) -> None:
         """
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     source = textwrap.dedent(begin) + textwrap.dedent(source)
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr.decode()
 
 

@@ -18,9 +18,8 @@ from meshbook.rank.recording import bundle
 from meshbook.rank.recording.bundle import BundleError, BundleFile
 from meshbook.replay.cell import differ_in_digits
 from meshbook.replay.command import ReplayOptions, run
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
-from tests.controller.test_run import when
 from tests.replay.planted import PLANTED, Planted
 from tests.replay.replayer import Replayer
 

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tests.budget import WAIT_S
+
 pytestmark = pytest.mark.usefixtures("processes")
 
 # The first process and its standbys write lines to one pipe: what a test asserts is what an outsider sees of them.
@@ -38,7 +40,7 @@ def run(source: str) -> list[str]:
     """Run a program whose first process is killed; return what it and its standby have printed, once both ended."""
     program = PROGRAM + textwrap.dedent(source) + "\nloop.replicate()\nloop.run()\n"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=False
     )  # returns when nobody holds its pipes any more
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return [*done.stdout.splitlines(), *done.stderr.splitlines()]

@@ -17,8 +17,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import distribute
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("meshes")

@@ -23,8 +23,7 @@ from meshbook.data import batches
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
 from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.standstill import stop
 from tests.tensors.test_remote import live, spaces_of_this_rank
 
@@ -186,7 +185,7 @@ def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
     feed = mesh2.feed(source(), prefetch=2)
     next(feed)
     for _ in range(3):  # one in the loop, two ready
-        assert pulled.acquire(timeout=60)
+        assert pulled.acquire(timeout=WAIT_S)
     assert not pulled.acquire(timeout=0.3)
     assert count == 3
     feed.close()

@@ -18,8 +18,8 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
+from tests.budget import when
 from tests.controller.test_heal import kill
-from tests.controller.test_run import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

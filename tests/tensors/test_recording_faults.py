@@ -18,7 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted
 from meshbook.rank.tensors.operators import FLOAT, TENSOR, TemplateMessage
 from meshbook.rank.tensors.replay import OutOfStep, RecordedOp, RecordedStep, forget_replay, replay
-from tests.controller.test_run import when
+from tests.budget import when
 
 pytestmark = pytest.mark.usefixtures("meshes")
 

@@ -29,8 +29,7 @@ from meshbook.tensors.call_sites import CallSite, capture_call_site
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.remote import RemoteTensor
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.standstill import stop
 
 pytestmark = pytest.mark.usefixtures("meshes")

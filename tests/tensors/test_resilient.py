@@ -21,9 +21,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost, UsageError
 from meshbook.tensors.resilient import MAX_FAULTS
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.controller.test_heal import kill, press_stop_when
-from tests.controller.test_run import when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
 from tests.tensors.test_heal import DIE_AT
 

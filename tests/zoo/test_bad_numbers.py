@@ -12,7 +12,7 @@ import torch
 from meshbook import distribute
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from tests.controller.test_run import when
+from tests.budget import when
 from tests.standstill import stopped
 from tests.zoo.bad_numbers import KINDS, PLANTED, SETUP, Planted
 

@@ -21,8 +21,7 @@ from meshbook.controller.reports import Why
 from meshbook.controller.running import submit_command
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, RankLost
-from tests.budget import WAIT_S
-from tests.controller.test_run import when
+from tests.budget import WAIT_S, when
 from tests.standstill import stopped
 from tests.zoo.hangs import HANGS, Hang
 
@@ -82,7 +81,7 @@ def loose(mesh: Mesh, hang: Hang) -> Iterator[None]:
     finally:
         mesh.interrupt()
         future.exception(WAIT_S)
-    works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=60.0, echo=False)
+    works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=WAIT_S, echo=False)
     assert set(works.values.values()) == {len(mesh.ranks)}
 
 
@@ -161,5 +160,5 @@ def test_where_a_rank_has_left_the_cell_the_others_are_released_and_nobody_need_
             assert isinstance(error, CellError), (hang.name, error)
             waiting = {rank for one in error.released for rank in one.ranks}
             assert waiting == set(hang.waiting or hang.ranks), (hang.name, str(error))
-            works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=60.0, echo=False)
+            works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=WAIT_S, echo=False)
             assert set(works.values.values()) == {3}
