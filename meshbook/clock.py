@@ -9,11 +9,25 @@ Code that runs on ranks therefore imports these functions from here, where they 
 
 from __future__ import annotations
 
+import os
 from time import monotonic, perf_counter, process_time, sleep
 from time import time as wall
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "monotonic", "perf_counter", "process_time", "sleep", "wall"]
+__all__ = [
+    "STRETCH",
+    "Clock",
+    "ManualClock",
+    "SystemClock",
+    "monotonic",
+    "perf_counter",
+    "process_time",
+    "sleep",
+    "wall",
+]
+
+# A factor for how long a line waits for other ranks to print it too: for a machine that others share.
+STRETCH = float(os.environ.get("MESHBOOK_STRETCH", "1"))
 
 
 class Clock(Protocol):

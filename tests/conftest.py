@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.budget import WAIT_S
+from tests.budget import PATIENCE, WAIT_S
 from tests.cluster.bed import Bed, why_no_bed, why_no_slurm
 from tests.cluster.ray_bed import RayOnBed
 from tests.gate import Gate
@@ -296,14 +296,21 @@ def processes(run: Run) -> None:
 
 @pytest.fixture(scope="session")
 def meshes(processes: None, run: Run) -> Iterator[None]:
-    """Meshes."""
+    """Meshes, whose ranks may print the same line some time apart (`PATIENCE`)."""
+    os.environ["MESHBOOK_STRETCH"] = str(PATIENCE)
     with fork_server(run):
         yield
+    del os.environ["MESHBOOK_STRETCH"]
 
 
 @pytest.fixture(scope="session")
 def kernels(meshes: None) -> None:
     """Kernels, or what runs one."""
+
+
+@pytest.fixture(scope="session")
+def soak(processes: None) -> None:
+    """Random programs and faults, for a while."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -490,13 +490,13 @@ def test_a_breakpoint_takes_its_commands_from_the_page(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_stopping_works_for_every_kind_of_cell(tmp_path: Path) -> None:
     path = notebook(tmp_path, MAKE)
-    sleep = "import time\nprint('be' + 'gun')\nwhile True: time.sleep(0.1)"
+    sleep = "import time\nprint('be' + 'gun')\nwhile True: time.sleep(60)"
     with served("edit", path) as server, page_of(server, path) as page:
         page.run_all()
         for id, code in (
             ("call", f"mesh.run({sleep!r})"),
             ("function", "@mesh.remote\ndef f():\n    import time\n    print('begun')\n    time.sleep(1000)\nf()"),
-            ("marked", "# mesh\nmesh\nimport time as clock\nprint('be' + 'gun')\nwhile True: clock.sleep(0.1)"),
+            ("marked", "# mesh\nmesh\nimport time as clock\nprint('be' + 'gun')\nwhile True: clock.sleep(60)"),
             ("healing", "print('be' + 'gun')\nwhile True: mesh.heal()"),
             ("awaiting", "# mesh\nmesh\nimport asyncio as aio\nprint('be' + 'gun')\nawait aio.sleep(1000)"),
         ):

@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from meshbook.clock import STRETCH
 from meshbook.fold.align import Aligner
 from meshbook.fold.entries import line_of_fold, split_folded_line
 from meshbook.fold.line_assembler import LineAssembler
@@ -32,7 +33,7 @@ from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Folding, Li
 
 # Seconds that a line waits for other ranks to print it too. Long enough for ranks released by one collective to reach
 # their print on a loaded machine, short enough to look immediate.
-MAX_AGE_S = 0.1
+MAX_AGE_S = 0.1 * STRETCH
 # Characters of one rank's output that wait to be folded. A screen holds some 10,000.
 QUEUE_LIMIT_CHARS = 256 * 1024
 # Seconds between two updates of live lines. tqdm's own default.

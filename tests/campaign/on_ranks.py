@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.budget import WAIT_S
 from tests.campaign import arithmetic
 from tests.connections import cut
 
@@ -197,7 +198,7 @@ def loader(folder: str, seed: int, rank: int) -> int:
     is_over, turn = _begin(folder, rank), 0
     while not is_over():
         try:
-            for index, batch in enumerate(DataLoader(Rows(seed), num_workers=1, timeout=30)):
+            for index, batch in enumerate(DataLoader(Rows(seed), num_workers=1, timeout=WAIT_S)):
                 if not bool((batch == seed % 1000 + index).all()):
                     raise AssertionError(f"batch {index} holds other rows than its worker has made")
         except BaseException as error:

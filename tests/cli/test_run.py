@@ -100,7 +100,7 @@ def test_cells_run_in_the_notebooks_own_folder(tmp_path: Path) -> None:
 
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     # Here, and the first: starting ranks may take its time, and so may whatever comes before it.
-    path = notebook(tmp_path, "%%controller\nimport time\nwhile True: time.sleep(1)")
+    path = notebook(tmp_path, "%%controller\nimport time\nwhile True: time.sleep(60)")
     done = meshbook("run", str(path), "--timeout", "2", cwd=tmp_path)
     assert done.status == 1
     assert done.err == "cell 1 took longer than 2 s and was stopped (--timeout)\n"
@@ -111,7 +111,7 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     ("number", "tag"), [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGINT, "raises-exception")]
 )
 def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, number: signal.Signals, tag: str) -> None:
-    path = notebook(tmp_path, ("print('begun')\nimport time\nwhile True: time.sleep(1)", tag), "print('never')")
+    path = notebook(tmp_path, ("print('begun')\nimport time\nwhile True: time.sleep(60)", tag), "print('never')")
     running = subprocess.Popen(
         [sys.executable, "-m", "meshbook", "run", str(path), "-n", "2"],
         cwd=tmp_path,
