@@ -26,7 +26,7 @@ def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProce
     return done, list(pyperf.BenchmarkSuite.load(str(json_to))) if json_to.exists() else []
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("meshes")
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
     some = ("pure", "bulk", "stop")
     done, found = run_suite(*some, json_to=tmp_path / "build" / "bench.json")
@@ -41,7 +41,7 @@ def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> N
         assert benchmark.get_metadata()["shown"] in done.stdout
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("meshes")
 def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
     done, found = run_suite("no_such_thing", json_to=tmp_path / "bench.json")
     assert done.returncode == 2

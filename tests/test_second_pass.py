@@ -37,7 +37,8 @@ def second_pass(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
     """The exit status and the output for a file of tests."""
     (folder / "test_toy.py").write_text(SOMETIMES + tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = numbers: compares numbers\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # starts in less time
+    environment["PYTEST_ADDOPTS"] = "-p xdist.plugin -p pytest_timeout"
     command = [sys.executable, "-m", "tests.second_pass", *arguments, "test_toy.py"]
     result = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     return result.returncode, result.stdout

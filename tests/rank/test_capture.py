@@ -52,8 +52,8 @@ def readable(output: OutputBuffer) -> list[int]:
     return select.select(list(output.poll_fds()), [], [], 0)[0]
 
 
-@with_output
 @pytest.mark.usefixtures("processes")
+@with_output
 def test_python_c_and_children_come_in_the_order_they_wrote(output: OutputBuffer) -> None:
     print("python 1")
     os.write(1, b"descriptor\n")
@@ -121,8 +121,8 @@ def test_lone_surrogates_can_travel(output: OutputBuffer) -> None:
     msgspec.msgpack.encode(items)
 
 
-@with_output
 @pytest.mark.usefixtures("processes")
+@with_output
 def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
         assert not stream.isatty()
@@ -142,8 +142,8 @@ def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     assert text_of(items, "stderr") == "still open\n"
 
 
-@with_output
 @pytest.mark.usefixtures("processes")
+@with_output
 def test_a_forked_child_prints_into_its_parents_output(output: OutputBuffer) -> None:
     pid = os.fork()
     if pid == 0:
