@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-# By what a test uses (fixtures of tests/conftest.py), the most costly first. Without any of these it is pure.
+# By what a test uses (fixtures of tests/conftest.py), the most costly first. Without any of these it is pure. The marker
+# `mesh` is another one: of meshbook.testing.
 KINDS = {
     "soak": "soak",
     "chromium": "browser",
-    "kernels": "kernel",
-    "meshes": "mesh",
-    "processes": "process",
+    "kernels": "kernels",
+    "meshes": "meshes",
+    "processes": "processes",
 }
 
 # What README promises, and the files whose tests show it with real processes.
@@ -46,10 +47,10 @@ GATE: dict[str, tuple[str, ...]] = {
 
 
 def kind_of(fixtures: Collection[str]) -> str:
-    """`pure`, `process`, `mesh`, `kernel`, `browser` or `soak`, of a test that uses these fixtures."""
+    """`pure`, `processes`, `meshes`, `kernels`, `browser` or `soak`, of a test that uses these fixtures."""
     return next((kind for fixture, kind in KINDS.items() if fixture in fixtures), "pure")
 
 
 def is_in_gate(kind: str, path: str) -> bool:
     """Whether `make test` runs a test of this kind in this file, which is named from tests/ on."""
-    return kind in ("pure", "process") or any(path in files for files in GATE.values())
+    return kind in ("pure", "processes") or any(path in files for files in GATE.values())

@@ -81,9 +81,9 @@ def test_the_gates_files_are_there_and_each_has_one_promise() -> None:
 
 def test_the_gate_has_all_that_starts_no_mesh_and_of_the_rest_its_files() -> None:
     assert is_in_gate("pure", "zoo/test_bad_numbers.py")
-    assert is_in_gate("process", "wire/test_buffers.py")
-    assert is_in_gate("mesh", "controller/test_run.py")
-    assert not is_in_gate("mesh", "controller/test_desync.py")
+    assert is_in_gate("processes", "wire/test_buffers.py")
+    assert is_in_gate("meshes", "controller/test_run.py")
+    assert not is_in_gate("meshes", "controller/test_desync.py")
     assert not is_in_gate("soak", "soak/test_soak.py")
 
 
@@ -92,9 +92,9 @@ def test_the_gate_has_all_that_starts_no_mesh_and_of_the_rest_its_files() -> Non
     [
         ((), "pure"),
         (("tmp_path", "run"), "pure"),
-        (("processes",), "process"),
-        (("mesh", "meshes", "processes"), "mesh"),
-        (("kernels", "meshes", "processes"), "kernel"),
+        (("processes",), "processes"),
+        (("mesh", "meshes", "processes"), "meshes"),
+        (("kernels", "meshes", "processes"), "kernels"),
         (("notebook", "chromium", "meshes"), "browser"),
     ],
 )

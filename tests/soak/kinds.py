@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -73,7 +73,8 @@ class Chains:
         what = f"{len(chain)} lines on {ranks} ranks"
         failure = check(chain, self._mesh(ranks), Counter())
         if failure is None:
-            return Verdict(what)
+            apart = positions_apart(self._mesh(ranks))
+            return Verdict(what, apart, is_wrong=bool(apart))
         if failure.kind == "hang" or self._mesh(ranks).session.lost:
             self._end(ranks)
         elif failure.kind == "wrong":
@@ -96,6 +97,24 @@ class Chains:
     def close(self) -> None:
         for ranks in list(self._meshes):
             self._end(ranks)
+
+
+def begun_here() -> dict[str, tuple[tuple[int, ...], int]]:
+    """On a rank: by group its members, and how many collectives it has begun."""
+    from torch.distributed import distributed_c10d
+
+    groups: Any = list(distributed_c10d._world.pg_map)
+    return {group.label.name: (group.label.ranks, group.label.num_begun) for group in groups}
+
+
+def positions_apart(mesh: Mesh) -> str:
+    """Where members of a group have begun different numbers of collectives; "" if none have."""
+    positions = mesh.execute(begun_here)
+    for at in positions.values():
+        for name, (ranks, begun) in at.items():
+            if any(positions[other][name] != (ranks, begun) for other in ranks):
+                return f"members of {name} have begun different numbers of collectives: {positions}"
+    return ""
 
 
 class Hangs:
