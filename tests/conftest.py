@@ -72,7 +72,9 @@ pure_test: str | None = None  # that runs
 @sys.addaudithook
 def refuse_processes(event: str, _: object) -> None:
     if pure_test is not None and event in STARTS:
-        raise RuntimeError("a pure test starts a process: it has to use `processes`, `meshes` or `kernels`")
+        raise RuntimeError(
+            "a pure test starts a process; it has to use starts_processes, starts_meshes or starts_kernels"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -290,12 +292,12 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="session")
-def processes(run: Run) -> None:
+def starts_processes(run: Run) -> None:
     """Processes, but no mesh."""
 
 
 @pytest.fixture(scope="session")
-def meshes(processes: None, run: Run) -> Iterator[None]:
+def starts_meshes(starts_processes: None, run: Run) -> Iterator[None]:
     """Meshes, whose ranks may print the same line some time apart (`PATIENCE`)."""
     os.environ["MESHBOOK_STRETCH"] = str(PATIENCE)
     with fork_server(run):
@@ -304,12 +306,12 @@ def meshes(processes: None, run: Run) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernels(meshes: None) -> None:
+def starts_kernels(starts_meshes: None) -> None:
     """Kernels, or what runs one."""
 
 
 @pytest.fixture(scope="session")
-def soak(processes: None) -> None:
+def runs_soak(starts_processes: None) -> None:
     """Random programs and faults, for a while."""
 
 

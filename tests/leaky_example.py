@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_passes_and_leaves_a_daemon_and_a_socket() -> None:
     os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
     with socket.socket(socket.AF_UNIX) as left:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-# By what a test uses (fixtures of tests/conftest.py), the most costly first. Without any of these it is pure. The marker
-# `mesh` is another one: of meshbook.testing.
+# By what a test uses (fixtures of tests/conftest.py), the most costly first. Without any of these it is pure.
 KINDS = {
-    "soak": "soak",
+    "runs_soak": "soak",
     "chromium": "browser",
-    "kernels": "kernels",
-    "meshes": "meshes",
-    "processes": "processes",
+    "starts_kernels": "kernels",
+    "starts_meshes": "meshes",
+    "starts_processes": "processes",
 }
 
 # What README promises, and the files whose tests show it with real processes.

@@ -26,7 +26,7 @@ def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProce
     return done, list(pyperf.BenchmarkSuite.load(str(json_to))) if json_to.exists() else []
 
 
-@pytest.mark.usefixtures("meshes")
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
     some = ("pure", "bulk", "stop")
     done, found = run_suite(*some, json_to=tmp_path / "build" / "bench.json")
@@ -41,7 +41,7 @@ def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> N
         assert benchmark.get_metadata()["shown"] in done.stdout
 
 
-@pytest.mark.usefixtures("meshes")
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
     done, found = run_suite("no_such_thing", json_to=tmp_path / "bench.json")
     assert done.returncode == 2
@@ -50,7 +50,7 @@ def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(tmp_path:
     assert found == []
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_promise_holds_up_to_its_limit_and_not_beyond() -> None:
     report = Report("trip", "there and back")
     report.promise("at the limit", 4.0, 4.0, "ms")
@@ -82,7 +82,7 @@ def test_a_difference_is_taken_round_by_round() -> None:
     assert report.difference("over plain", "ours", "plain") == 1.0
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_report_is_a_suite_of_pyperf_in_its_units(tmp_path: Path) -> None:
     report = Report("trip", "there and back")
     report.add("bare", [1.0, 2.0], "ms")
@@ -182,7 +182,7 @@ def test_a_schedule_is_its_seeds_and_leaves_each_killed_rank_time_to_be_back() -
         schedule(5, 200, 4)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_rank_whose_turn_it_is_is_killed_once_halfway_through_its_step(tmp_path: Path) -> None:
     source = (
         "import sys; from benchmarks.faulty_training import Reporter\n"

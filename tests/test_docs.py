@@ -22,7 +22,7 @@ FETCHED = re.compile(
 
 
 @pytest.mark.skipif(not HAVE_MKDOCS, reason="needs mkdocs-material and mkdocstrings: pip install -e '.[docs]'")
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_site_builds_without_a_warning_and_its_pages_fetch_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}

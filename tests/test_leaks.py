@@ -16,7 +16,7 @@ import pytest
 from tests.budget import WAIT_S
 from tests.leaks import MARKER, SHARED_MEMORY, Run
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 # Forks twice and leaves its session, as a daemon does, says its pid, and lives until its standard input ends.
 DAEMON = """

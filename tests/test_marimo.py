@@ -24,7 +24,7 @@ from tests.budget import WAIT_S, when
 from tests.kernel.frontend import has_exited, shows, strip_ansi
 from tests.ports import unused_port
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 pytest.importorskip("marimo")
 websockets = pytest.importorskip("websockets.sync.connection")

@@ -170,7 +170,7 @@ def test_a_lost_rank_is_also_known_by_monarchs_name() -> None:
     assert importlib.import_module("meshbook.exceptions").DeviceMeshError is meshbook.errors.RankLost
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_importing_meshbook_imports_nothing_slow() -> None:
     program = "import json, sys, meshbook; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     command = [sys.executable, "-c", program]
@@ -178,7 +178,7 @@ def test_importing_meshbook_imports_nothing_slow() -> None:
     assert set(json.loads(done.stdout)) & NOT_ON_IMPORT == set()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_importing_meshbook_starts_no_thread_and_no_process() -> None:
     program = "import os, meshbook; print(os.listdir('/proc/self/task') == [str(os.getpid())]); os.wait()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)

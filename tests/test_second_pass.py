@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import pytest_assertrepr_compare
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -92,10 +92,10 @@ def test_the_gate_has_all_that_starts_no_mesh_and_of_the_rest_its_files() -> Non
     [
         ((), "pure"),
         (("tmp_path", "run"), "pure"),
-        (("processes",), "processes"),
-        (("mesh", "meshes", "processes"), "meshes"),
-        (("kernels", "meshes", "processes"), "kernels"),
-        (("notebook", "chromium", "meshes"), "browser"),
+        (("starts_processes",), "processes"),
+        (("mesh", "starts_meshes", "starts_processes"), "meshes"),
+        (("starts_kernels", "starts_meshes", "starts_processes"), "kernels"),
+        (("notebook", "chromium", "starts_meshes"), "browser"),
     ],
 )
 def test_a_test_is_what_its_costliest_fixture_starts(fixtures: tuple[str, ...], kind: str) -> None:
@@ -105,7 +105,7 @@ def test_a_test_is_what_its_costliest_fixture_starts(fixtures: tuple[str, ...], 
 def test_a_pure_test_that_starts_a_process_fails() -> None:
     import subprocess
 
-    with pytest.raises(RuntimeError, match="a pure test starts a process: it has to use `processes`"):
+    with pytest.raises(RuntimeError, match="a pure test starts a process; it has to use starts_processes"):
         subprocess.Popen(["true"])
 
 

@@ -66,7 +66,7 @@ follow_imports = silent
 """
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_mypy_accepts_a_users_program_and_finds_its_mistakes(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "program.py").write_text(PROGRAM)

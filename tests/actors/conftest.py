@@ -11,7 +11,7 @@ from tests.budget import WAIT_S
 
 
 @pytest.fixture(scope="module")
-def procs(meshes: None) -> Iterator[ProcMesh]:
+def procs(starts_meshes: None) -> Iterator[ProcMesh]:
     """Three light processes along the axis `gpus`."""
     started = this_host().spawn_procs({"gpus": 3}, name="shared")
     yield started

@@ -22,7 +22,7 @@ from meshbook.wire.regions import RegionPublisher, create_memory_file
 from tests.budget import WAIT_S
 from tests.wire.other_process import OtherProcess
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 TIMEOUT_S = WAIT_S
 

@@ -27,7 +27,7 @@ from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.example_actors import CleanupActor, Counter, Gate, SpawningActor, open_gate
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

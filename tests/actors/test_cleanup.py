@@ -42,7 +42,7 @@ from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 LARGE_BYTES = 1 << 20
 

@@ -23,7 +23,7 @@ from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActo
 from tests.budget import WAIT_S
 from tests.standstill import stopped
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture

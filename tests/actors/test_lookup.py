@@ -21,7 +21,7 @@ from meshbook.errors import MeshNameError
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # A class of its own, as a notebook's cell defines one, and actors on all ranks and on one.
 PROGRAM = """

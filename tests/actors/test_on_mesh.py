@@ -23,7 +23,7 @@ from meshbook.errors import TransferError
 from tests.actors.example_actors import Counter, open_gate, send_sigint_when
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from meshbook import actor
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = Path(__file__).resolve().parent / "programs"

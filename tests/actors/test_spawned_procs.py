@@ -10,7 +10,7 @@ import pytest
 
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 PROGRAM = """
     import sys

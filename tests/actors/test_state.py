@@ -19,7 +19,7 @@ from meshbook.actors.procs import list_actors
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 TIMEOUT_S = WAIT_S
 

@@ -192,7 +192,7 @@ def fetch(address: str, host: str | None = None) -> int:
         return error.code
 
 
-@pytest.mark.usefixtures("meshes")
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_page_without_its_token_or_under_a_foreign_name_is_refused(server: DashboardServer) -> None:
     root = f"http://127.0.0.1:{server.port}"
     assert fetch(server.address) == 200

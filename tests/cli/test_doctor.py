@@ -16,7 +16,7 @@ from meshbook.cli import doctor
 from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # A program that looks for something before the doctor does: for lacks that are arranged in the process itself.
 _LOOK = "import sys\nfrom meshbook.cli.main import main\n{}\nsys.exit(main(['doctor', '--json']))"

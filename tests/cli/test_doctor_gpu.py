@@ -9,7 +9,7 @@ from meshbook.cli.doctor_gpu import CheckFailed, check_gpus
 from meshbook.controller.mesh import Mesh
 
 
-@pytest.mark.usefixtures("meshes")
+@pytest.mark.usefixtures("starts_meshes")
 def test_checks_that_need_no_gpu_pass_on_the_cpu() -> None:
     results = list(check_gpus("cpu", 2))
     assert {result.about: result.state for result in results} == dict.fromkeys(
@@ -17,7 +17,7 @@ def test_checks_that_need_no_gpu_pass_on_the_cpu() -> None:
     ), results
 
 
-@pytest.mark.usefixtures("meshes")
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_check_that_fails_is_a_finding_and_the_next_has_a_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_a_rank(mesh: Mesh) -> str:
         mesh.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()", echo=False)

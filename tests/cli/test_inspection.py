@@ -19,7 +19,7 @@ from meshbook.controller.mesh import Mesh
 from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

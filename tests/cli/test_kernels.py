@@ -15,7 +15,7 @@ from meshbook.cli import kernels
 from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None:

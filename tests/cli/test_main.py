@@ -21,7 +21,7 @@ from tests.cli.commands import meshbook
 from tests.kernel.frontend import has_exited
 from tests.ptrace import ptrace_stopped
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

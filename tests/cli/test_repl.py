@@ -24,7 +24,7 @@ from tests.cli.commands import CommandResult, meshbook
 from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 def talk(*words: str, lines: list[str]) -> CommandResult:

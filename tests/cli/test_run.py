@@ -19,7 +19,7 @@ from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import shows
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 def notebook(folder: Path, *cells: str | tuple[str, str], name: str = "book.ipynb") -> Path:

@@ -17,7 +17,7 @@ from meshbook.errors import HealError, RankLost
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 # A dead machine counts as lost after 15 s; on a loaded one the supervisor may come to it late.
 NAMED_WITHIN_S = 60.0

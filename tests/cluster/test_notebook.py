@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.bed import Bed
 from tests.kernel.frontend import kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 
 def test_a_notebook_starts_its_mesh_on_machines_and_goes_on_as_on_one(bed: Bed) -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.ray,
     pytest.mark.timeout(RAY_TIMEOUT_S),
-    pytest.mark.usefixtures("meshes"),
+    pytest.mark.usefixtures("starts_meshes"),
 ]
 
 NOTHING = {"groups": 0, "actors": 0}

@@ -19,7 +19,7 @@ from meshbook.errors import HealError, RankLost, StartError
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 
 def start(slurm: Bed, on: str = "slurm://", **options: Any) -> Mesh:

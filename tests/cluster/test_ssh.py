@@ -18,7 +18,7 @@ from meshbook.errors import StartError
 from tests.budget import when
 from tests.cluster.bed import Bed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 # What somebody may have in ~/.ssh/config for sessions of his own, which is none of the mesh's.
 FORWARDING = "Host n1\n  LocalForward 7001 localhost:22\n  RemoteCommand hostname\n"

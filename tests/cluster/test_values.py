@@ -15,7 +15,7 @@ from meshbook.errors import CellError
 from tests.budget import when
 from tests.cluster.bed import Bed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.shared import SharedMesh
 
 
 @pytest.fixture(scope="module")
-def shared_mesh(meshes: None) -> Iterator[SharedMesh]:
+def shared_mesh(starts_meshes: None) -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2, "tp": 2})
     yield shared
     shared.close()

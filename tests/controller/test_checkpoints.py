@@ -21,7 +21,7 @@ from tests.budget import WAIT_S, when
 from tests.controller.checkpoint_kills import kill_during_a_save
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # A model and its optimizer, and what compares them: all of their state as whole tensors, on every rank.
 MODEL = """

@@ -18,7 +18,7 @@ from meshbook.errors import MeshShapeError, StartError, UsageError
 from meshbook.ids import CallId
 from meshbook.wire import messages
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 LAB = Defaults(clusters={"lab": {"on": "ssh://n1,n2"}})
 

@@ -118,7 +118,7 @@ def test_one_listener_that_fails_does_not_keep_the_news_from_the_next(supervisor
     assert heard.wait(WAIT_S)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_why_a_mesh_has_ended_is_known_however_late_its_last_report_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_why_a_mesh_has_ended_is_known_however_late_its_last_report_arrives(
 
 
 @pytest.mark.parametrize("is_closed_before", [False, True])
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_supervisor_that_was_killed_has_no_last_report_and_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed_before: bool
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_supervisor_that_was_killed_has_no_last_report_and_is_not_waited_for(
         supervisor.close()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_without_pidfds_the_end_of_the_supervisor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
     monkeypatch.setattr(connections, "_LIVENESS_POLL_S", 0.01)

@@ -14,7 +14,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.budget import when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 TRAINING = """
 import os, signal

@@ -18,7 +18,7 @@ from meshbook.errors import UsageError
 from meshbook.wire.messages import DebugPort
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 pytest.importorskip("debugpy")
 

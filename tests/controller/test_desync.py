@@ -20,7 +20,7 @@ from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Relea
 from tests.budget import WAIT_S
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Seconds that show that something ends at all.
 DEADLINE_S = WAIT_S

@@ -16,7 +16,7 @@ from meshbook.wire.messages import StateDescription, StateEntry
 from tests.controller.test_heal import kill
 from tests.standstill import stop
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def described(**digests: str) -> StateDescription:

@@ -13,7 +13,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 HELD = """
 import gc

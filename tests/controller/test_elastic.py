@@ -18,7 +18,7 @@ from meshbook.errors import CellError, CellInterrupted, RankLost
 from tests.budget import WAIT_S, when
 from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture

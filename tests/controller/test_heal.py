@@ -26,7 +26,7 @@ from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeErro
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 DEADLINE_S = WAIT_S
 HELD_UP_S = 60.0  # how long ranks wait for each other to connect

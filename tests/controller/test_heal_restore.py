@@ -19,7 +19,7 @@ from meshbook.errors import HealError
 from tests.controller.test_checkpoints import FSDP, MODEL, are_equal, same
 from tests.controller.test_heal import kill
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 BUILD = MODEL + FSDP.format(seed=1, lr=0.05)
 

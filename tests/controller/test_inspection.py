@@ -27,7 +27,7 @@ from meshbook.wire import keys, messages
 from meshbook.wire.process_control import is_stopped
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Rank 1 sleeps at line 4, the others wait for it at line 2.
 HANG = "if rank != 1:\n    dist.all_reduce(torch.ones(2))\nelse:\n    __import__('time').sleep(1000)"

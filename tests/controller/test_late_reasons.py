@@ -23,7 +23,7 @@ from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Ranks ask at once why their collective has failed, and wait for the answer for as long as it takes: what is not
 # answered does not pass. They write down that they ask.

@@ -22,7 +22,7 @@ from meshbook.wire.messages import MeshInfo
 from tests.budget import WAIT_S, when
 from tests.ptrace import ptrace_stopped
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def processes_of(pid: int) -> list[psutil.Process]:

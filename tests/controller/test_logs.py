@@ -24,7 +24,7 @@ from tests.controller.test_heal import kill
 from tests.gate import Gate
 from tests.leaks import MARKER
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # A search for this does not end: the time doubles with each letter.
 ENDLESS, FODDER = "(a+)+$", "a" * 60 + "!"

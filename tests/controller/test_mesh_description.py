@@ -16,7 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.wire import messages
 from tests.budget import when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def taken_late(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kind: type, lose: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from meshbook.errors import CellError, UsageError
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 PROGRAM = """
 import meshbook

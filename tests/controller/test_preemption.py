@@ -23,7 +23,7 @@ from tests.controller.elastic_training import CELL, curve, set_up
 from tests.controller.test_checkpoints import HOLD
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 LOOP = """
 import meshbook

@@ -25,7 +25,7 @@ from tests.connections import cut
 from tests.controller.test_heal import kill
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 NUMBERS = list(range(100))
 

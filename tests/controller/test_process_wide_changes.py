@@ -16,7 +16,7 @@ from meshbook.errors import CellError, CellInterrupted
 from meshbook.host.rlimits import TARGET_FD_LIMIT
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
 

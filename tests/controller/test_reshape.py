@@ -21,7 +21,7 @@ from tests.controller.test_heal import kill, values
 from tests.controller.test_resize import DEADLINE_S, _has_said, start_resize
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Dims that no number of ranks divides; `head` has fewer rows than ranks.
 NET = """

@@ -30,7 +30,7 @@ from tests.budget import WAIT_S, when
 from tests.controller.test_heal import DDP, TRAINING, Counter, kill, pids, press_stop_when, values
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 DEADLINE_S = WAIT_S
 SUM = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)"

@@ -15,7 +15,7 @@ from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTime
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def is_busy(mesh: Mesh, rank: int = 0) -> bool:

@@ -12,7 +12,7 @@ from meshbook.controller.mesh import Mesh
 from tests.budget import WAIT_S, when
 from tests.shared import SharedMesh
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def press() -> None:

@@ -20,7 +20,7 @@ from tests.budget import when
 from tests.controller.test_heal import kill, values
 from tests.controller.test_process_deaths import kill_and_wait
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Its import waits for a file, prints more than a pipe holds, and leaves the number of its process.
 SLOW = """

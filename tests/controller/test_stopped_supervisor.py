@@ -14,7 +14,7 @@ from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
 from tests.budget import when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.mark.parametrize("way", ["stop", "detach"])

@@ -28,7 +28,7 @@ from meshbook.errors import (
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def test_a_value_that_all_ranks_agree_on_is_one_value(mesh: Mesh) -> None:

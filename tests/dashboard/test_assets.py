@@ -65,7 +65,7 @@ def test_all_that_is_written_can_be_read_on_what_is_behind_it(theme: str) -> Non
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node to read JavaScript with")
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_joined_module_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "joined.mjs"
     path.write_text(assets.bundle("anywidget.js"))

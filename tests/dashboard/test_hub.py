@@ -15,7 +15,7 @@ from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 class Page:

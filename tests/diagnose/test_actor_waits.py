@@ -39,7 +39,7 @@ def rank(number: int, *endpoints: ActiveEndpoint, **more: Any) -> RankSnapshot:
     return factories.running_rank(number, endpoints=endpoints, **(settings | more))
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_two_actors_that_call_each_other_are_told_with_the_whole_chain_and_its_lines() -> None:
     (found,) = explain(
         [

@@ -17,7 +17,7 @@ from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import RAY_TIMEOUT_S
 
 # The first test of each way starts its mesh: in a minute on a busy machine, where each rank or host imports torch.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("starts_meshes")]
 
 WAYS: dict[str, dict[str, Any]] = {
     "forked": {},

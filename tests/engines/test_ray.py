@@ -13,7 +13,7 @@ from meshbook.engines.ray_driver import explain
 from meshbook.engines.ray_messages import AllocateNodes
 from meshbook.wire.messages import MeshSpec
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def asked_for(on: str, device: str = "auto") -> AllocateNodes:

@@ -30,7 +30,7 @@ from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

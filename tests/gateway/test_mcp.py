@@ -21,7 +21,7 @@ from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 LOOK = {"meshes", "status", "why", "stacks", "memory", "logs", "history", "findings", "metrics", "result"}
 

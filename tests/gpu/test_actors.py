@@ -13,7 +13,7 @@ from meshbook.actors.buffer import Buffer
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import TransferError
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_meshes")]
 
 WAIT_S = 120
 

@@ -14,7 +14,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from meshbook.host.gpus import count_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("starts_meshes")]
 
 
 @pytest.fixture(scope="module")

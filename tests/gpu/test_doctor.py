@@ -7,7 +7,7 @@ import pytest
 from meshbook.cli import doctor
 from meshbook.cli.doctor_gpu import check_gpus
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.mark.gpu

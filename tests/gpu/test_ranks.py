@@ -14,7 +14,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted
 from tests.budget import WAIT_S, when
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_meshes")]
 
 DEADLINE_S = 120.0
 

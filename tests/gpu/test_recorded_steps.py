@@ -11,7 +11,7 @@ import meshbook
 from meshbook.controller.starting import create_mesh
 from tests.tensors import gpt
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.mark.gpu

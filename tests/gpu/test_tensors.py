@@ -20,7 +20,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from tests.tensors import gpt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("starts_meshes")]
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -18,7 +18,7 @@ from meshbook.host import procfs
 from meshbook.wire.messages import ProcessStatus
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 Start = Callable[..., int]
 

@@ -15,7 +15,7 @@ from meshbook.clock import SystemClock
 from meshbook.host.rank_processes import RankProcesses
 from meshbook.host.starter import RankProcess
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 @pytest.fixture

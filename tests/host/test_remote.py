@@ -12,7 +12,7 @@ import pytest
 
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 _WITH_BLOCKED_SIGNALS = """
 import os, signal, sys

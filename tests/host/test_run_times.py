@@ -39,7 +39,7 @@ def test_the_thread_that_keeps_the_gil_and_computes_is_not_starved_though_it_sha
     assert starved_s(looks, gil_holder=7) == 0.0
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_process_beside_others_that_compute_waits_for_a_processor() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -19,7 +19,7 @@ from tests.standstill import starved
 
 
 @pytest.fixture(scope="module")
-def shared_host(processes: None) -> Iterator[HostDriver]:
+def shared_host(starts_processes: None) -> Iterator[HostDriver]:
     with running_host(3, torch=True) as made:
         yield made
 
@@ -58,7 +58,7 @@ def say(reported: dict[int, RankSnapshot], *ranks: int) -> bool:
     return all(reported[rank].source == "inside" for rank in ranks)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_ranks_that_do_nothing_say_so(ranks: HostDriver) -> None:
     ranks.run("1 + 1")
     reported = ranks.take_snapshots_until(lambda reported: say(reported, 1))[1]
@@ -156,7 +156,7 @@ def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: HostDr
     ranks.interrupt(call)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: HostDriver) -> None:
     call = ranks.start_cell("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(1000)")
 
@@ -200,7 +200,7 @@ def _beats(ranks: HostDriver, rank: int) -> list[messages.Health]:
     return reported()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_rank_that_gets_no_processor_is_not_said_to_keep_the_gil(ranks: HostDriver) -> None:
     call = ranks.start_cell_and_wait("while True: pass", ranks=(1,))
     with starved(ranks.pid(1)):
@@ -212,7 +212,7 @@ def test_a_rank_that_gets_no_processor_is_not_said_to_keep_the_gil(ranks: HostDr
         assert kinds == ["slow" if look.source == "inside" else "starved"], (look.starved_s, look.looked_s)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_told(ranks: HostDriver) -> None:
     ranks.run("dist.all_reduce(torch.ones(2))")
     ranks.wait_until(lambda: has_told_of_a_collective(ranks, 2))
@@ -262,7 +262,7 @@ def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
     assert all(snapshot.process is None for snapshot in reported.values())
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_hundreds_of_looks_at_once_are_all_answered(ranks: HostDriver) -> None:
     call = ranks.start_cell_and_wait("while True: pass")
     calls = [ranks.new_call_id() for _ in range(100)]
@@ -290,7 +290,7 @@ def test_what_was_logged_comes_with_the_hosts_beat(ranks: HostDriver) -> None:
     assert reported() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = [3]
     monkeypatch.setattr(procfs, "num_oom_kills", lambda: kills[0])

@@ -13,7 +13,7 @@ from meshbook.wire import messages
 from tests.host.host_driver import HostDriver, running_host
 from tests.host.test_starter import kill_fork_server
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 def wait_for_spare(started: HostDriver, but: int | None = None) -> int:

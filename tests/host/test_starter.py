@@ -24,7 +24,7 @@ from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
 from tests.host.host_driver import HostDriver, running_host
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 def kill_fork_server(started: HostDriver) -> None:

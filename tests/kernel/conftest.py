@@ -46,7 +46,7 @@ class SharedKernel:
 
 
 @pytest.fixture(scope="module")
-def shared_kernel(kernels: None) -> Iterator[SharedKernel]:
+def shared_kernel(starts_kernels: None) -> Iterator[SharedKernel]:
     shared = SharedKernel()
     yield shared
     shared.close()

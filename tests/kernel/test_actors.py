@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd, strip_ansi
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 CLASS = """%%controller
 from meshbook.actor import Actor, endpoint

@@ -11,7 +11,7 @@ from tests.gate import Gate
 from tests.kernel.frontend import Cell, FrontEnd
 from tests.standstill import stopped
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running, numbering, history

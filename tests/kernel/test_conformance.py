@@ -17,7 +17,7 @@ from tests.budget import WAIT_S
 TINY_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("starts_kernels")
 class TestConformance(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # its own types end at unittest's
     """The samples are the suite's own for Python, and one display for each kind that IPython has."""
 

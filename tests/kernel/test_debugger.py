@@ -14,7 +14,7 @@ from meshbook.cli import kernels
 from tests.budget import when
 from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 IN_A_FUNCTION = """
 def train(step):

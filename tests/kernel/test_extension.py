@@ -12,7 +12,7 @@ import pytest
 from tests.budget import WAIT_S, when
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, shows, strip_ansi
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 @pytest.fixture(scope="module")

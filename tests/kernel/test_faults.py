@@ -17,7 +17,7 @@ from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, printed_by_both
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 @pytest.fixture

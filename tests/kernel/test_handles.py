@@ -14,7 +14,7 @@ from meshbook.kernel.handles import PRESET, HandleNamespace
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import Outcome, OutcomeGroup
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 def mesh(*names: str) -> Mesh:

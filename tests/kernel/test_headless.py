@@ -16,7 +16,7 @@ from nbclient.exceptions import CellExecutionError
 from tests.budget import WAIT_S
 from tests.kernel.frontend import strip_ansi
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 def notebook(*cells: str) -> Any:

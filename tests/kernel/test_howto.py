@@ -11,7 +11,7 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd, kernel
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "howto"
 NEEDS = {"huggingface": "transformers"}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernel.frontend import Cell, FrontEnd, kernel
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 HANG = "if rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    time.sleep(1000)"
 

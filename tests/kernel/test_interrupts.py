@@ -15,7 +15,7 @@ from tests.budget import when
 from tests.gate import Gate
 from tests.kernel.frontend import TIMEOUT_S, Cell, FrontEnd, has_exited, kernel, printed_by_both
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 @pytest.fixture(scope="module")

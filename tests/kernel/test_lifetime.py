@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.kernel.frontend import FrontEnd, has_exited, kernel
 from tests.leaks import Run
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from meshbook.kernel.notebook import Notebook
 from tests.budget import WAIT_S, when
 from tests.kernel.frontend import FrontEnd, strip_ansi
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 class Terminal:

@@ -14,7 +14,7 @@ from tests.budget import when
 from tests.gate import Gate
 from tests.kernel.frontend import FrontEnd, has_exited, kernel
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 NUM_LINES = 400
 

@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "remote_tensors.ipynb"
 

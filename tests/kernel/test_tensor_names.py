@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.frontend import FrontEnd
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
 @pytest.fixture

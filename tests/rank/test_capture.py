@@ -52,7 +52,7 @@ def readable(output: OutputBuffer) -> list[int]:
     return select.select(list(output.poll_fds()), [], [], 0)[0]
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 @with_output
 def test_python_c_and_children_come_in_the_order_they_wrote(output: OutputBuffer) -> None:
     print("python 1")
@@ -121,7 +121,7 @@ def test_lone_surrogates_can_travel(output: OutputBuffer) -> None:
     msgspec.msgpack.encode(items)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 @with_output
 def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -142,7 +142,7 @@ def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     assert text_of(items, "stderr") == "still open\n"
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 @with_output
 def test_a_forked_child_prints_into_its_parents_output(output: OutputBuffer) -> None:
     pid = os.fork()
@@ -320,7 +320,7 @@ def test_displays_without_end_are_bounded_and_counted() -> None:
     assert shown < 20
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_flood_through_the_descriptors_stays_bounded_while_nobody_takes() -> None:
     output = OutputBuffer(max_chars=100_000, block_timeout_s=DEADLINE_S)
     output.install()

@@ -10,7 +10,7 @@ import pytest
 from meshbook.errors import RankLost
 from tests.rank.worlds import ForkServer, RankContext, World
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 @pytest.fixture(scope="module")

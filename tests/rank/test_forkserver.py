@@ -19,7 +19,7 @@ from meshbook.host.starter import rank_environment
 from meshbook.wire import spawn
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

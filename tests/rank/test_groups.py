@@ -22,7 +22,7 @@ from tests.budget import WAIT_S
 from tests.ports import unused_port
 from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World, wait_until_stuck
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
 # what cannot be an accident of a busy machine: far less than the 1,800 s that gloo itself would wait.

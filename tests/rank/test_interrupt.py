@@ -66,7 +66,7 @@ REPEATED_LATE = """
 """
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_repeated_sigint_does_not_raise_again_because_the_rank_got_no_processor_between_them() -> None:
     command = [sys.executable, "-c", textwrap.dedent(REPEATED_LATE)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -343,7 +343,7 @@ FORKS = """
 """
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_stop_that_comes_as_a_child_is_forked_is_not_dropped_and_the_child_is_known() -> None:
     program = [sys.executable, "-c", textwrap.dedent(FORKS)]
     run = subprocess.run(program, capture_output=True, text=True, timeout=WAIT_S, check=False)

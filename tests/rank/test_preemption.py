@@ -84,7 +84,7 @@ def test_on_the_controller_it_says_where_to_call_it() -> None:
         meshbook.preempted()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_sigterm_is_readable_and_ends_a_forked_child_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     termination = TerminationSignal()

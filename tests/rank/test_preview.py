@@ -469,7 +469,7 @@ def test_every_preview_can_travel(formatter: DisplayFormatter) -> None:
             assert msgspec.convert(msgspec.to_builtins(shown), Preview) == shown
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_torch_is_not_imported_for_a_preview() -> None:
     import subprocess
 

@@ -18,7 +18,7 @@ import pytest
 from tests.budget import WAIT_S
 from tests.rank.worlds import ForkServer, RankContext, World
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 # Seconds that a wait which works never takes.
 SOON_S = WAIT_S

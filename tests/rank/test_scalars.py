@@ -170,7 +170,7 @@ def test_a_hostile_name_is_plain_text(log: ScalarLog) -> None:
     assert len(name) <= 200
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_it_is_found_without_torch() -> None:
     source = "import meshbook, sys; meshbook.log; assert not {'torch', 'IPython', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", source], check=True, timeout=WAIT_S)

@@ -363,7 +363,7 @@ def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str)
     assert rank.ok("1 + 1").result == 2
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_os_exit_ends_the_process() -> None:
     source = """
         from meshbook.rank.output.capture import OutputBuffer
@@ -538,7 +538,7 @@ def test_a_stop_at_the_prompt_ends_the_cell_at_the_users_line(rank: Rank) -> Non
     assert dialogue.stops == []
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_child_process_and_another_thread_cannot_stop_at_breakpoints(rank: Rank) -> None:
     Dialogue(rank, "c")
     source = """
@@ -639,7 +639,7 @@ def test_sigint_ends_a_coroutine_that_computes(rank: Rank) -> None:
     assert run.error.frames[0].function == "<module>"
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_sigint_ends_a_shell_command_with_its_children_and_the_cell(rank: Rank) -> None:
     run = rank.interrupted_cell("!echo $$; sleep 1000\nafter = 1")
     assert run.status == "interrupted"
@@ -747,7 +747,7 @@ def test_input_with_nobody_to_ask_is_an_error_of_the_cell(rank: Rank) -> None:
 # Magics and shell commands
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_shell_command_prints_and_leaves_its_exit_code(rank: Rank) -> None:
     rank.shell.user_ns["word"] = "hello"
     run = rank.ok("!echo {word}; echo oops >&2; exit 3")
@@ -756,20 +756,20 @@ def test_a_shell_command_prints_and_leaves_its_exit_code(rank: Rank) -> None:
     assert rank.ok("_exit_code").result == 3
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_shell_command_ended_by_a_signal_has_a_negative_code(rank: Rank) -> None:
     rank.ok("!kill -9 $$")
     assert rank.ok("_exit_code").result == -9
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_shell_commands_output_can_be_assigned(rank: Rank) -> None:
     run = rank.ok("lines = !printf 'a\\nb\\n'\nlines")
     assert list(run.result) == ["a", "b"]
     assert run.bound == ("lines",)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_what_a_shell_command_prints_just_before_it_ends_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     master, slave = os.openpty()
     process = subprocess.Popen(["echo", "said"], stdout=slave)
@@ -786,7 +786,7 @@ def test_what_a_shell_command_prints_just_before_it_ends_is_read(monkeypatch: py
     os.close(slave)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_shell_commands_see_no_keyboard(rank: Rank) -> None:
     rank.ok("!read x; echo got $?")
     assert rank.said() == "got 1\n"
@@ -914,7 +914,7 @@ def test_display_data_is_fit_to_travel(rank: Rank) -> None:
     msgspec.msgpack.encode(shown)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_tqdm_is_text_here() -> None:
     """In a process of its own: tqdm.auto settles on a kind of bar once."""
     alone("""
@@ -926,7 +926,7 @@ def test_tqdm_is_text_here() -> None:
 
 
 @pytest.mark.parametrize("first", ["pass", "%matplotlib inline"])
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_figures_are_shown_at_the_end_of_the_cell(first: str) -> None:
     """In a process of its own: matplotlib settles on a backend once."""
     alone(f"""

@@ -23,7 +23,7 @@ from tests.cli.commands import meshbook
 from tests.replay.planted import PLANTED, Planted
 from tests.replay.replayer import Replayer
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 SECRET = "hunter2-of-the-cloud"
 

@@ -68,7 +68,7 @@ def test_named_cases_of_one_kind_in_a_row_share_their_meshes() -> None:
     assert [(kind, list(seeds)) for kind, seeds in only(named)] == [("a", [1, 2]), ("b", [1]), ("a", [3])]
 
 
-@pytest.mark.usefixtures("soak")
+@pytest.mark.usefixtures("runs_soak")
 @pytest.mark.timeout(900)  # two cases of each kind, each with a deadline of its own that tells more
 def test_some_cases_of_each_kind_are_right(tmp_path: Path) -> None:
     """In a process of its own, which may have file systems of its own."""

@@ -8,7 +8,7 @@ import pytest
 
 from meshbook.controller.starting import create_mesh
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 def test_signals_that_are_blocked_where_a_mesh_is_started_reach_its_ranks() -> None:

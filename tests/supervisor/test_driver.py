@@ -99,7 +99,7 @@ def _no_pidfd(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_without_pidfds_a_client_lives_as_long_as_its_process(
     served: Served, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

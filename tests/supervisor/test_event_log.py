@@ -28,7 +28,7 @@ def event(number: int, *frames: bytes) -> LoggedEvent:
     return LoggedEvent(1, number, 0.5, number, 2 * number, list(frames))
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_events_come_whole_and_in_order_and_the_end_is_that_of_the_writer(pipes: Callable[[], EventLog]) -> None:
     log, sent = pipes(), [event(1), event(2, b"a", b""), event(3, b"x" * 3_000_000, b"y"), event(4, b"z")]
     writer = os.fork()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 # The first process and its standbys write lines to one pipe: what a test asserts is what an outsider sees of them.
 PROGRAM = """

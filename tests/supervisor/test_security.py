@@ -17,7 +17,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import VersionMismatch
 from meshbook.wire import codec, keys, messages
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 class Bomb:

@@ -11,14 +11,14 @@ from tests.shared import SharedMesh
 
 
 @pytest.fixture(scope="module")
-def shared2(meshes: None) -> Iterator[SharedMesh]:
+def shared2(starts_meshes: None) -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2})
     yield shared
     shared.close()
 
 
 @pytest.fixture(scope="module")
-def shared22(meshes: None) -> Iterator[SharedMesh]:
+def shared22(starts_meshes: None) -> Iterator[SharedMesh]:
     shared = SharedMesh({"dp": 2, "tp": 2})
     yield shared
     shared.close()

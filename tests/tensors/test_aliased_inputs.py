@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 SHAPE = (4, 4)
 

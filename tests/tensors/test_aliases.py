@@ -15,7 +15,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 WAYS = {"rows": "Shard(0)", "columns": "Shard(1)", "copies": "Replicate()"}
 CELL = (

@@ -12,7 +12,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from tests.tensors.chains import Chain, check
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 # Each was wrong, or did not end, before.
 TWO_RANKS: dict[str, Chain] = {

@@ -15,7 +15,7 @@ from meshbook.tensors.remote import RemoteTensor
 from tests.shared import SharedMesh
 from tests.tensors.operations import OPERATIONS, Operation
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 R = Replicate()
 LAYOUTS: dict[str, tuple[Any, ...]] = {

@@ -12,7 +12,7 @@ from meshbook.errors import OperationFailed
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.faults import describe_collective_mismatch
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 GRID = MeshAxes.of({"dp": 2, "tp": 2})
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import meshbook
 from meshbook.controller.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensors.md"
 

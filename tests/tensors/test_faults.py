@@ -8,7 +8,7 @@ import pytest
 
 from meshbook.tensors.faults import MISSING, FaultTable
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def report(number: int, ename: str = "IndexError", **changes: Any) -> dict[str, Any]:

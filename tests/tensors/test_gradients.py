@@ -16,7 +16,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 WAYS = [[Shard(0)], [Shard(1)], [Replicate()]]
 

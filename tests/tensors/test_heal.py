@@ -21,7 +21,7 @@ from meshbook.errors import RankLost
 from tests.budget import when
 from tests.controller.test_heal import kill
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

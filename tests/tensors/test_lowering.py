@@ -19,7 +19,7 @@ from meshbook.rank.tensors.lowering_passes import (
     merge_all_reduces,
 )
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 aten = torch.ops.aten
 

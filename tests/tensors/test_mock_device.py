@@ -19,7 +19,7 @@ from meshbook.controller.starting import create_mesh
 from tests.tensors.operations import OPERATIONS
 from tests.tensors.test_conformance import LAYOUTS, check
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import modes
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.tensors.remote import RemoteTensor
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 
 def loss_of(parameters: Any, model: Any, x: Any) -> Any:

@@ -21,7 +21,7 @@ from meshbook.tensors.creation import engine_of
 from tests.budget import WAIT_S
 from tests.tensors import gpt
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(autouse=True)

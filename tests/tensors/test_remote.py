@@ -32,7 +32,7 @@ from meshbook.tensors.remote import RemoteTensor
 from tests.budget import WAIT_S, when
 from tests.standstill import stop
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def live(mesh: Mesh) -> set[int]:

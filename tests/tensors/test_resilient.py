@@ -26,7 +26,7 @@ from tests.controller.test_heal import kill, press_stop_when
 from tests.tensors.resilient_training import STEPS, Training, train_with_kills
 from tests.tensors.test_heal import DIE_AT
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("meshes")]
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 

@@ -18,7 +18,7 @@ from meshbook.rank.tensors.strategies import Plan, plan_named
 from meshbook.rank.tensors.tensor_parallel import find_cut
 from tests.tensors import gpt, models
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def close(got: Any, wanted: Any) -> None:

@@ -17,7 +17,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, OperationFailed, UsageError
 from meshbook.tensors.engine import TensorEngine
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 class Block(nn.Module):

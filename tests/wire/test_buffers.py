@@ -57,7 +57,7 @@ def pool() -> Iterator[SegmentPool]:
 
 
 @pytest.fixture(scope="module")
-def shared_other(processes: None) -> Iterator[OtherProcess]:
+def shared_other(starts_processes: None) -> Iterator[OtherProcess]:
     with OtherProcess() as other:
         yield other
 
@@ -70,7 +70,7 @@ def other(shared_other: OtherProcess) -> OtherProcess:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 3 * MIB + 5, 9 * MIB])
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_another_process_reads_what_was_written(pool: SegmentPool, other: OtherProcess, nbytes: int) -> None:
     data = noise(nbytes)
     assert other.evaluate("view = reader.open(buffer); bytes(view)", buffer=write(pool, data)) == data
@@ -97,7 +97,7 @@ def test_any_item_type_and_shape_is_bytes_to_the_pool(pool: SegmentPool) -> None
     assert SegmentReader().open(write(pool, np.empty((0, 3)).data)).nbytes == 0
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_reader_that_writes_does_not_disturb_the_others(pool: SegmentPool, other: OtherProcess) -> None:
     data = noise(4 * MIB)
     shared = write(pool, data, readers=2)
@@ -203,7 +203,7 @@ def test_a_message_that_is_not_opened_can_be_discarded(pool: SegmentPool) -> Non
     assert pool.used_bytes == 0
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_killed_reader_keeps_nothing_back(pool: SegmentPool) -> None:
     shared = write(pool, noise(MIB), readers=range(2))
     with OtherProcess() as victim, OtherProcess() as survivor:
@@ -226,7 +226,7 @@ def test_dropping_a_segment_forgets_all_its_readers(pool: SegmentPool) -> None:
     pool.release_all(shared.segment)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_killed_owner_takes_nothing_from_those_who_have_it_and_is_named_to_those_who_come_later() -> None:
     reader = SegmentReader()
     with OtherProcess() as owner:
@@ -238,7 +238,7 @@ def test_a_killed_owner_takes_nothing_from_those_who_have_it_and_is_named_to_tho
             reader.open(late)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_an_owner_that_has_died_and_is_not_yet_reaped_is_gone_too() -> None:
     reader = SegmentReader()
     with OtherProcess() as owner:
@@ -334,7 +334,7 @@ def test_where_there_are_no_memory_files_buffers_go_inline(monkeypatch: pytest.M
         assert pool.write([noise(100), noise(9)]) == [InlineBuffer(bytes(noise(100))), InlineBuffer(bytes(noise(9)))]
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_reader_without_address_space_says_how_much_it_needed(pool: SegmentPool) -> None:
     shared = write(pool, noise(64 * MIB))
     with OtherProcess() as cramped:
@@ -378,7 +378,7 @@ def test_the_number_of_free_segments_is_bounded(pool: SegmentPool) -> None:
     assert len(open_files()) - before == MAX_FREE_SEGMENTS
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_owners_memory_does_not_grow_by_what_it_shares() -> None:
     with OtherProcess() as owner:
         grown, shared = owner.evaluate(
@@ -397,7 +397,7 @@ resident_mib() - before, pool.free_bytes >> 20
     assert (grown < 16, shared >= 64) == (True, True)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_nothing_is_left_open_or_mapped() -> None:
     files, segments = open_files(), mapped_segments()
     reader = SegmentReader()

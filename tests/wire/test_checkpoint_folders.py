@@ -165,7 +165,7 @@ def ended_process() -> ProcessIdentity:
     return identity
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_left_overs_of_dead_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     path = str(tmp_path)
     dead = folders.begin(path, "dead-1", 1, ended_process(), overwrite=False)

@@ -10,7 +10,7 @@ import pytest
 from meshbook.wire.crash_log import RING_BYTES, CrashLog
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_words_of_a_process_that_was_killed_are_read_by_the_one_that_made_the_ring() -> None:
     ring = CrashLog()
     pid = os.fork()

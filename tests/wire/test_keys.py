@@ -85,7 +85,7 @@ def test_a_runtime_folder_that_is_a_link_is_refused(runtime: Path, monkeypatch: 
         keys.runtime_folder()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_folder_full_of_the_users_own_files_is_left_as_it_was(runtime: Path) -> None:
     (runtime / "my-thesis" / "data").mkdir(parents=True)
     (runtime / "my-thesis" / "data" / "results.csv").write_text("1,2,3")
@@ -115,7 +115,7 @@ def test_what_is_not_ours_inside_our_own_folder_is_left_as_it_was(runtime: Path)
     assert (inside / "empty").is_dir()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_link_to_a_dead_meshs_folder_is_not_followed(runtime: Path) -> None:
     kept = left_by_a_dead_mesh("dead").rename(runtime / "kept")
     (keys.runtime_folder() / "dead").symlink_to(kept)
@@ -127,7 +127,7 @@ def test_a_link_to_a_dead_meshs_folder_is_not_followed(runtime: Path) -> None:
     assert files_of(kept) == before
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_link_inside_a_dead_meshs_folder_is_removed_and_what_it_leads_to_is_not(runtime: Path) -> None:
     (runtime / "data").mkdir()
     (runtime / "data" / "results.csv").write_text("1,2,3")
@@ -216,7 +216,7 @@ def test_the_name_of_a_mesh_that_is_being_born_cannot_be_taken(runtime: Path) ->
         keys.claim_folder("mesh")
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_name_of_a_dead_mesh_is_free_and_what_it_left_is_removed(runtime: Path) -> None:
     folder = left_by_a_dead_mesh("mesh")
     (folder / "control.sock").touch()
@@ -224,7 +224,7 @@ def test_the_name_of_a_dead_mesh_is_free_and_what_it_left_is_removed(runtime: Pa
     assert [path.name for path in keys.runtime_folder().iterdir()] == ["mesh"]
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_attaching_to_a_dead_mesh_says_so_and_removes_its_file(runtime: Path) -> None:
     folder = left_by_a_dead_mesh("mesh")
     with pytest.raises(NotAttached, match=r"pid \d+.*has ended"):
@@ -250,7 +250,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_process_has_ended_when_its_last_thread_has(runtime: Path) -> None:
     command = [sys.executable, "-c", _MAIN_THREAD_LAST_BUT_ONE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
@@ -275,7 +275,7 @@ def test_a_clock_that_was_set_leaves_living_meshes_alive(runtime: Path, monkeypa
     assert folder.exists()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_mesh_of_another_machine_is_neither_listed_nor_removed(runtime: Path) -> None:
     folder = left_by_a_dead_mesh("mesh")
     there = processes.ProcessIdentity(1, 1, "another boot", "another host")
@@ -287,7 +287,7 @@ def test_a_mesh_of_another_machine_is_neither_listed_nor_removed(runtime: Path) 
     assert folder.exists()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_what_a_mesh_left_when_this_machine_was_rebooted_is_removed(runtime: Path) -> None:
     folder = left_by_a_dead_mesh("mesh")
     before = msgspec.structs.replace(processes.identify(os.getpid()), boot_id="the boot before")
@@ -296,7 +296,7 @@ def test_what_a_mesh_left_when_this_machine_was_rebooted_is_removed(runtime: Pat
     assert not folder.exists()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_folder_that_its_supervisor_holds_is_kept_though_its_process_cannot_be_seen(runtime: Path) -> None:
     folder = keys.claim_folder("mesh")
     program = (

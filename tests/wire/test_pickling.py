@@ -39,7 +39,7 @@ def reader() -> SegmentReader:
 
 
 @pytest.fixture(scope="module")
-def other(processes: None) -> Iterator[OtherProcess]:
+def other(starts_processes: None) -> Iterator[OtherProcess]:
     with OtherProcess(OMP_NUM_THREADS="1") as other:
         other.evaluate("import torch, numpy as np")
         yield other
@@ -75,7 +75,7 @@ def a_module_like_a_notebook(source: str) -> dict[str, Any]:
     ],
     ids=lambda obj: f"{type(obj).__name__}{len(repr(obj))}",
 )  # fmt: skip
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_plain_objects_travel(there_and_back: Callable[[Any], Any], obj: Any) -> None:
     assert repr(there_and_back(obj)) == repr(obj)
 
@@ -333,7 +333,7 @@ def test_storages_and_tensor_subclasses_travel_without_a_detour(pool: SegmentPoo
     assert storage.data_ptr() == tensor_back.data_ptr()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_rank_that_changes_its_copy_changes_nobody_elses(pool: SegmentPool, other: OtherProcess) -> None:
     tensor = torch.ones(1_000_000)
     payload = dump({"x": tensor}, pool=pool, readers=2)
@@ -660,7 +660,7 @@ def test_a_module_that_is_missing_there_is_named(other: OtherProcess, tmp_path: 
         sys.modules.pop("only_here", None)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_a_tensor_for_a_process_without_torch_says_what_is_missing() -> None:
     payload = dump(torch.ones(3), pool=None)
     with OtherProcess() as light:
@@ -671,7 +671,7 @@ def test_a_tensor_for_a_process_without_torch_says_what_is_missing() -> None:
             light.evaluate("load(payload)", payload=payload)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_importing_it_does_not_import_torch() -> None:
     with OtherProcess() as light:
         assert light.evaluate("load(dump({'a': [1]}, pool=pool)), 'torch' in sys.modules") == ({"a": [1]}, False)
@@ -712,7 +712,7 @@ def test_shared_memory_needs_a_reader(pool: SegmentPool) -> None:
         load(dump(torch.ones(LARGE), pool=pool))
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("starts_processes")
 def test_the_memory_of_a_killed_process_is_gone(reader: SegmentReader) -> None:
     with OtherProcess() as owner:
         payload = owner.evaluate("import numpy as np; dump(np.ones(100_000), pool=pool)")

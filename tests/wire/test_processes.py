@@ -10,7 +10,7 @@ import pytest
 
 from meshbook.wire.processes import is_ending
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 def test_a_process_is_ending_from_when_it_is_killed_until_its_parent_has_waited_for_it_and_afterwards() -> None:

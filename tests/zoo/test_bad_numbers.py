@@ -16,7 +16,7 @@ from tests.budget import when
 from tests.standstill import stopped
 from tests.zoo.bad_numbers import KINDS, PLANTED, SETUP, Planted
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 @pytest.fixture(scope="module")

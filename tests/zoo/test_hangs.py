@@ -25,7 +25,7 @@ from tests.budget import WAIT_S, when
 from tests.standstill import stopped
 from tests.zoo.hangs import HANGS, Hang
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
 STANDS_WITHIN_S = WAIT_S

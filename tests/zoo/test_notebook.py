@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.commands import meshbook
 
-pytestmark = pytest.mark.usefixtures("meshes")
+pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
