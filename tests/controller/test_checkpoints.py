@@ -18,8 +18,8 @@ from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
 from tests.budget import WAIT_S, when
-from tests.controller.checkpoint_kills import kill_during_a_save
 from tests.gate import Gate
+from tests.soak.checkpoint_kills import kill_during_a_save
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -598,5 +598,5 @@ def test_the_call_returns_before_the_files_are_written(held: Mesh, gate: Gate, t
 @pytest.mark.numbers
 @pytest.mark.parametrize("seed", range(20))
 def test_kill_9_at_a_random_moment_of_a_save_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
-    """More of them by hand: python -m tests.controller.checkpoint_kills --count 100"""
+    """More of them in the soak."""
     kill_during_a_save(seed, tmp_path / "run")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -18,8 +20,10 @@ from tests.campaign.campaign import Campaign
 from tests.campaign.draws import draw_case
 from tests.campaign.report import describe
 from tests.campaign.surroundings import Surroundings
-from tests.random_faults.harness import ProgramHung, deadline, end_supervisor
+from tests.random_faults.harness import DEADLINE_S, ProgramHung, deadline, end_supervisor
 from tests.random_faults.programs import PROGRAMS, Runner
+from tests.soak import supervisor_kills
+from tests.soak.checkpoint_kills import kill_during_a_save
 from tests.soak.tally import Verdict
 from tests.tensors.chains import AXES, check, generate_chain, shrink
 from tests.zoo.hangs import HANGS
@@ -142,6 +146,49 @@ class Hangs:
             end(mesh)
 
 
+class SupervisorKills:
+    """kill -9 of supervisors and their standbys in random works (`supervisor_kills`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mesh: Mesh | None = None
+
+    def run(self, seed: int) -> Verdict:
+        try:
+            with deadline(lambda: self._mesh):
+                if self._mesh is None:
+                    self._mesh = supervisor_kills.start()
+                return Verdict(supervisor_kills.run_round(self._mesh, seed, self._folder / f"supervisor {seed}"))
+        except (Exception, ProgramHung) as error:
+            self.close()
+            return Verdict(failure="\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+
+    def close(self) -> None:
+        if self._mesh is not None:
+            mesh, self._mesh = self._mesh, None
+            end(mesh)
+
+
+class CheckpointKills:
+    """kill -9 at any moment of a save (`checkpoint_kills`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(self, seed: int) -> Verdict:
+        folder = self._folder / f"save {seed}"
+        try:
+            with deadline(lambda: None, 2 * DEADLINE_S):  # four meshes
+                return Verdict(kill_during_a_save(seed, folder))
+        except (Exception, ProgramHung) as error:
+            wrong = isinstance(error, AssertionError)
+            return Verdict(failure=f"{type(error).__name__}: {error}", is_wrong=wrong)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None: ...
+
+
 @contextmanager
 def busy_core() -> Iterator[None]:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -165,4 +212,11 @@ def end(mesh: Mesh) -> None:
 def kinds(surroundings: Surroundings) -> dict[str, Callable[[], Kind]]:
     """All kinds, by name."""
     programs: dict[str, Callable[[], Kind]] = {name: lambda name=name: RandomPrograms(name) for name in PROGRAMS}  # type: ignore[misc]
-    return {**programs, "faults": lambda: Faults(surroundings), "chains": Chains, "hangs": Hangs}
+    return {
+        **programs,
+        "faults": lambda: Faults(surroundings),
+        "supervisors": lambda: SupervisorKills(surroundings.folder),
+        "saves": lambda: CheckpointKills(surroundings.folder),
+        "chains": Chains,
+        "hangs": Hangs,
+    }

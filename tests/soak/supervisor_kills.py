@@ -1,7 +1,5 @@
 """kill -9 of the supervisor at random moments of random work: its standby takes over, and nothing is lost.
 
-    python -m tests.controller.supervisor_kills [--kills 100] [--seed 1] [--work heal]
-
 Each round begins a work and, at a moment that the seed chooses, kills the supervisor, its standby, or one supervisor
 after the other. The work must come to what it comes to without: each line once, each value whole. Then the next cell
 must run on all ranks, within 5 s and with their variables. The supervisor's log must not say that a standby had
@@ -10,15 +8,11 @@ diverged.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,13 +24,14 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted
+from meshbook.wire.keys import runtime_folder
 from meshbook.wire.processes import forks_of
 from tests.actors.example_actors import Counter
-from tests.leaks import Run
+from tests.budget import WAIT_S
 
 RANKS = 2
 _NEXT_CELL_S = 5.0
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = WAIT_S
 
 
 class Killer:
@@ -191,10 +186,16 @@ WORKS = {
 # ---- rounds
 
 
-def run_round(mesh: Mesh, seed: int, name: str | None, folder: Path) -> str:
-    """Run a work, chosen by the seed if `name` is None, with a kill. Return what was done; raise on what is wrong."""
+def start() -> Mesh:
+    mesh = create_mesh({"dp": RANKS})
+    mesh.run("kept = rank", setup=True, echo=False)
+    return mesh
+
+
+def run_round(mesh: Mesh, seed: int, folder: Path) -> str:
+    """Run a work that the seed chooses, with a kill. Return what was done; raise on what is wrong."""
     rng = random.Random(seed)
-    chosen = name or rng.choice(sorted(WORKS))
+    chosen = rng.choice(sorted(WORKS))
     killer = Killer(mesh, rng)
     began = time.monotonic()
     try:
@@ -205,39 +206,9 @@ def run_round(mesh: Mesh, seed: int, name: str | None, folder: Path) -> str:
         assert [int(value) for value in kept.values()] == list(range(RANKS)), kept
         seconds = time.monotonic() - ended
         assert seconds < _NEXT_CELL_S, f"the next cell took {seconds:.1f} s"
+        log = (runtime_folder() / mesh.name / "supervisor.log").read_text()
+        assert "defect" not in log, log
     except BaseException as error:
         error.add_note(f"seed {seed}, {chosen}: {'; '.join(killer.done)}")
         raise
     return f"seed {seed}, {chosen}, {ended - began:.1f} s, next cell {seconds:.2f} s: {'; '.join(killer.done)}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.controller.supervisor_kills")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--work", choices=WORKS)
-    chosen = parser.parse_args()
-    run = Run()
-    os.environ.update(run.environment, OMP_NUM_THREADS="1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    folder = Path(tempfile.mkdtemp(prefix="mbk"))
-    try:
-        with create_mesh({"dp": RANKS}) as mesh:
-            log = run.runtime_dir / "meshbook" / mesh.name / "supervisor.log"
-            mesh.run("kept = rank", setup=True, echo=False)
-            for seed in range(chosen.seed, chosen.seed + chosen.kills):
-                print(run_round(mesh, seed, chosen.work, folder / str(seed)), flush=True)
-                text = log.read_text()
-                assert "defect" not in text, text
-        print(f"{chosen.kills} of {chosen.kills} hold")
-        return 0
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        left = run.wait_until_clean()
-        run.clean()
-        if left:
-            print("left behind, and ended now:", *left, sep="\n  ", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

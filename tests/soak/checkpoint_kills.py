@@ -3,26 +3,20 @@
 A small run saves again and again; at a moment that a seed chooses, a rank, the supervisor, or everything is killed. The
 moment is one of the save's own: how many bytes of it are on the disk, whether `.metadata` is there, whether it is
 committed. Then a new mesh restores from the folder, and compares every number.
-
-    python -m tests.controller.checkpoint_kills [--count 100] [--seed 1]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import CheckpointError, MeshbookError
+from meshbook.errors import MeshbookError
 from meshbook.wire import checkpoint_folders
 from meshbook.wire.processes import forks_of
 from tests.budget import WAIT_S
@@ -116,40 +110,3 @@ def _wait_until_decided(mesh: Mesh, path: Path, victim: str) -> None:
         if (path / "step-00000002").exists() or not list(path.glob(".saving-*")):
             return
         time.sleep(0.002)
-
-
-def main() -> int:
-    from tests.leaks import Run
-
-    parser = argparse.ArgumentParser(prog="python -m tests.controller.checkpoint_kills")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    chosen = parser.parse_args()
-    run = Run()
-    os.environ.update(run.environment, OMP_NUM_THREADS="1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return _run_all(chosen.seed, chosen.count)
-    finally:
-        left = run.wait_until_clean()
-        run.clean()
-        if left:
-            print("left behind, and ended now:", *left, sep="\n  ", file=sys.stderr)
-
-
-def _run_all(first: int, count: int) -> int:
-    failed = 0
-    for seed in range(first, first + count):
-        folder = Path(tempfile.mkdtemp(prefix="mbk"))
-        try:
-            print(kill_during_a_save(seed, folder / "run"), flush=True)
-        except (AssertionError, CheckpointError, MeshbookError) as error:
-            failed += 1
-            print(f"seed {seed}: FAILED: {type(error).__name__}: {error}", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-    print(f"{count - failed} of {count} hold")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
