@@ -180,12 +180,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def path_of(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").as_posix()
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    return item.get_closest_marker("thorough") is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kinds = {item: kind_of(getattr(item, "fixturenames", ())) for item in items}
     for item, kind in kinds.items():
         item.add_marker(kind)
     if config.getoption("gate"):
-        kept = [item for item in items if is_in_gate(kinds[item], item.path.relative_to(ROOT / "tests").as_posix())]
+        kept = [item for item in items if is_in_gate(kinds[item], path_of(item), is_thorough=is_thorough(item))]
         config.hook.pytest_deselected(items=list(kinds.keys() - set(kept)))
         items[:] = kept
     if hasattr(config, "workerinput"):  # of pytest-xdist

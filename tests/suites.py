@@ -32,7 +32,7 @@ GATE: dict[str, tuple[str, ...]] = {
     "names are at hand": ("controller/test_values.py", "kernel/test_handles.py"),
     "tensors and modules feel local": ("tensors/test_remote.py", "tensors/test_training.py"),
     "loops on remote tensors heal by themselves": ("tensors/test_resilient.py",),
-    "actors": ("actors/test_calls.py", "actors/test_faults.py", "actors/test_on_mesh.py"),
+    "actors": ("actors/test_calls.py", "actors/test_faults.py", "actors/test_on_mesh.py", "actors/test_programs.py"),
     "stop and look": ("controller/test_running_debugger.py", "kernel/test_debugger.py"),
     "replay": ("replay/test_replay.py",),
     "several machines": ("engines/test_conformance.py", "cluster/test_ssh.py"),
@@ -50,6 +50,11 @@ def kind_of(fixtures: Collection[str]) -> str:
     return next((kind for fixture, kind in KINDS.items() if fixture in fixtures), "pure")
 
 
-def is_in_gate(kind: str, path: str) -> bool:
-    """Whether `make test` runs a test of this kind in this file, which is named from tests/ on."""
-    return kind in ("pure", "processes") or any(path in files for files in GATE.values())
+def is_in_gate(kind: str, path: str, *, is_thorough: bool = False) -> bool:
+    """Whether `make test` runs a test.
+
+    Args:
+        path: its file, from tests/ on.
+        is_thorough: whether it is marked `thorough`: more of what another test of its file shows.
+    """
+    return kind in ("pure", "processes") or (not is_thorough and any(path in files for files in GATE.values()))

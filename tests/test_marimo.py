@@ -107,6 +107,7 @@ def test_the_quickstart_passes_marimos_own_check() -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.thorough
 def test_the_quickstart_runs_as_a_script() -> None:
     done = subprocess.run([sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.returncode == 0, done.stderr
@@ -117,6 +118,7 @@ def test_the_quickstart_runs_as_a_script() -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.thorough
 def test_the_quickstart_runs_in_pytest_with_fewer_steps() -> None:
     _, names = load(QUICKSTART).app.run(defs={"until": SimpleNamespace(value=20)})
     try:

@@ -83,6 +83,7 @@ def test_the_gate_has_all_that_starts_no_mesh_and_of_the_rest_its_files() -> Non
     assert is_in_gate("pure", "zoo/test_bad_numbers.py")
     assert is_in_gate("processes", "wire/test_buffers.py")
     assert is_in_gate("meshes", "controller/test_run.py")
+    assert not is_in_gate("meshes", "controller/test_run.py", is_thorough=True)
     assert not is_in_gate("meshes", "controller/test_desync.py")
     assert not is_in_gate("soak", "soak/test_soak.py")
 

@@ -87,6 +87,7 @@ def test_debug_stops_a_cell_that_runs_and_replay_is_there_after_a_recorded_failu
     expect(shown.locator(".mbd-told")).to_contain_text(re.compile("meshbook replay .*failures/f1 --rank 1"))
 
 
+@pytest.mark.thorough
 def test_in_an_ordinary_kernel_its_buttons_are_answered_while_a_cell_runs(jupyterlab: Lab, gate: Path) -> None:
     with jupyterlab.notebook("python3") as notebook:
         notebook.run("%load_ext meshbook\n%mesh start -n 2")
@@ -136,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_in_marimo_its_buttons_are_answered_while_a_cell_runs(browser: Browser, tmp_path: Path) -> None:
     before = {connection.name for connection in list_connections()}
     folder = tmp_path / "marimo"

@@ -135,6 +135,7 @@ def test_a_restart_from_the_menu_keeps_the_ranks_and_their_names(notebook: LabNo
     assert notebook.run("os.getpid()").result.inner_text() == pids
 
 
+@pytest.mark.thorough
 def test_the_extension_brings_a_mesh_to_an_ordinary_kernel(jupyterlab: Lab) -> None:
     with jupyterlab.notebook("python3") as notebook:
         started = notebook.run("%load_ext meshbook\n%mesh start -n 2")

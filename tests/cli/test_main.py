@@ -117,6 +117,7 @@ def test_stop_ends_a_mesh_and_all_that_is_on_it(run: object) -> None:
     assert not (keys.runtime_folder() / "to-be-stopped").exists()
 
 
+@pytest.mark.thorough
 def test_a_supervisor_that_does_not_answer_is_ended_all_the_same(run: object) -> None:
     mesh = create_mesh(1, name="stuck")
     rank = mesh.run("import os; os.getpid()").values[0]

@@ -216,7 +216,7 @@ def test_the_cells_of_a_script_share_their_names_and_arguments_and_are_not_shown
     (tmp_path / "steps.py").write_text(source)
     done = meshbook("run", "steps.py", "-n", "2", "--out", "made", "--quiet", "--", "--lr", "0.1", cwd=tmp_path)
     assert done.status == 0, done.err
-    assert [line.partition(" ")[0] for line in done.out.split("\n") if line] == ["3", "executed", "as"]
+    assert done.out == ""
     assert outputs(tmp_path / "made" / "steps.ipynb")[-1] == "here 2 ['--lr', '0.1']\n"
     made = nbformat.read(tmp_path / "made" / "steps.ipynb", as_version=4)
     assert [cell.cell_type for cell in made.cells] == ["code", "code", "markdown", "code"]

@@ -49,7 +49,14 @@ def expected_curve(mesh: Mesh, model: str = "ddp") -> dict[int, Any]:
     return curve(mesh)
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("ddp", 3), ("static", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("ddp", 3),
+        pytest.param("static", 3, marks=pytest.mark.thorough),
+        pytest.param("fsdp", 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_training_that_is_killed_twice_has_the_losses_of_one_that_is_not(model: str, ranks: int) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -62,6 +69,7 @@ def test_a_training_that_is_killed_twice_has_the_losses_of_one_that_is_not(model
 
 @pytest.mark.parametrize("function", ["gather", "pass_on", "wait_for_all"])
 @pytest.mark.parametrize("when_killed", ["before", "after"])
+@pytest.mark.thorough
 def test_a_rank_that_dies_while_a_snapshot_is_taken_loses_none(
     mesh: Mesh, tmp_path: Path, function: str, when_killed: str
 ) -> None:
@@ -98,6 +106,7 @@ def test_a_loop_that_was_stopped_goes_on(mesh: Mesh, tmp_path: Path) -> None:
     assert curve(mesh) == expected
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_and_a_stop_while_it_goes_on_lose_no_step(mesh: Mesh, tmp_path: Path) -> None:
     expected = expected_curve(mesh)
     kill = once(tmp_path / "killed", "rank == 2 and step == 17", KILL)
@@ -115,6 +124,7 @@ def test_a_rank_that_is_lost_and_a_stop_while_it_goes_on_lose_no_step(mesh: Mesh
 
 
 @pytest.mark.parametrize("loader", ["enumerate(loader)", "loader"])
+@pytest.mark.thorough
 def test_what_a_loader_draws_when_it_is_iterated_is_drawn_again_after_a_loss_in_the_first_steps(
     mesh: Mesh, tmp_path: Path, loader: str
 ) -> None:
@@ -144,6 +154,7 @@ def test_an_exception_in_the_body_leaves_the_snapshots_as_they_are(mesh: Mesh, t
     assert curve(mesh) == expected
 
 
+@pytest.mark.thorough
 def test_two_ranks_that_are_lost_are_made_good_where_state_is_replicated(mesh: Mesh, tmp_path: Path) -> None:
     expected = expected_curve(mesh)
     set_up(mesh, "ddp", fault=once(tmp_path / "raised", "rank == 0 and step == 23", "1 / 0"))
@@ -157,6 +168,7 @@ def test_two_ranks_that_are_lost_are_made_good_where_state_is_replicated(mesh: M
     assert curve(mesh) == expected
 
 
+@pytest.mark.thorough
 def test_a_model_that_no_setup_cell_builds_is_had_where_the_loss_left_the_others_unlike(
     mesh: Mesh, tmp_path: Path
 ) -> None:

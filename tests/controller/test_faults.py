@@ -219,6 +219,7 @@ def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh)
     assert own_mesh.run("step").values.same() == 5
 
 
+@pytest.mark.thorough
 def test_a_host_that_stands_still_in_a_stop_does_not_interrupt_the_clean_up(own_mesh: Mesh, tmp_path: Path) -> None:
     begun, cleaning, later, cleaned = (tmp_path / name for name in ("begun", "cleaning", "later", "cleaned"))
     source = f"""
@@ -259,6 +260,7 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
 
+@pytest.mark.thorough
 def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: Mesh) -> None:
     own_mesh.run(
         "import time\n"
@@ -277,6 +279,7 @@ def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: M
     assert dict(own_mesh.run("'went_on' in globals()").values)[1] is False
 
 
+@pytest.mark.thorough
 def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(own_mesh: Mesh) -> None:
     own_mesh.run(
         "import signal\n"
@@ -290,6 +293,7 @@ def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_ran
     assert dict(own_mesh.run("kept").values) == dict.fromkeys(range(3), 42)
 
 
+@pytest.mark.thorough
 def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(own_mesh: Mesh) -> None:
     source = (
         "import sys\n"
@@ -305,6 +309,7 @@ def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(o
     assert dict(own_mesh.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
 
 
+@pytest.mark.thorough
 def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
     source = (
         "import sys\n"
@@ -363,6 +368,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 def test_workers_do_not_collect_what_their_rank_has_dropped(own_mesh: Mesh) -> None:
     own_mesh.run(DROPPED, timeout=WAIT_S)
 
@@ -379,6 +385,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("start_method", ["fork", "fresh"])
+@pytest.mark.thorough
 def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_own(start_method: str) -> None:
     with create_mesh(2, start_method=start_method) as mesh:
         mesh.run(LOADING, wait=False, echo=False)
@@ -397,6 +404,7 @@ def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_rank_lives_on(mesh: Mesh) -> None:
     mesh.run(
         "import gc\n"
@@ -426,6 +434,7 @@ groups.conclude = conclude
 """
 
 
+@pytest.mark.thorough
 def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mesh: Mesh) -> None:
     """Else its host would wait for it for ever, and with it every call that comes after."""
     with pytest.raises(CellError, match="the end of the call fails"):
@@ -433,6 +442,7 @@ def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mes
     assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
 
 
+@pytest.mark.thorough
 def test_output_that_cannot_be_sent_is_reported_and_the_rank_goes_on(own_mesh: Mesh, gate: Gate) -> None:
     """It is sent while the cell runs, with a number; its host waited for that number before it took the cell's end."""
     display = "from IPython.display import display\ndisplay({'text/plain': 'large', 'a/b': 1 << 70}, raw=True)"

@@ -88,6 +88,7 @@ def test_a_rank_that_lives_is_replaced_when_it_is_named_and_a_rank_that_is_not_t
     assert pids(trio) == after
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_cuda_context_is_dead_is_named_shown_and_replaced(pair: Mesh) -> None:
     before = pids(pair)
     with pytest.raises(CellError) as raised:  # the words of CUDA's error are all that is known of it
@@ -120,6 +121,7 @@ def test_what_it_says_names_the_rank_what_came_from_where_and_what_did_not(trio:
 
 
 @pytest.mark.parametrize("lost", [(0,), (0, 2), (0, 1, 2)])
+@pytest.mark.thorough
 def test_any_ranks_can_be_replaced_at_once(trio: Mesh, lost: tuple[int, ...]) -> None:
     trio.run("mine = rank", echo=False)
     kill(trio, *lost)
@@ -138,6 +140,7 @@ def test_a_rank_can_be_replaced_again_and_again(pair: Mesh) -> None:
     assert pair.status().group_generation == 5
 
 
+@pytest.mark.thorough
 def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     (server,) = set(values(pair, "__import__('os').getppid()").values())
     pair.run("again = 1", setup=True, echo=False)
@@ -155,6 +158,7 @@ def test_a_mesh_whose_fork_server_died_gets_another_one(pair: Mesh) -> None:
     assert values(pair, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == {0: 2, 1: 2}
 
 
+@pytest.mark.thorough
 def test_ranks_in_fresh_interpreters_and_on_several_hosts_are_replaced() -> None:
     with create_mesh(3, num_hosts=2, start_method="fresh") as mesh:
         kill(mesh, 2)
@@ -179,6 +183,7 @@ def test_a_mesh_that_lost_nobody_says_that_there_is_nothing_to_heal(mesh: Mesh) 
     assert (healed.ranks, str(healed)) == ((), "nothing to heal: all 4 ranks are alive")
 
 
+@pytest.mark.thorough
 def test_the_function_for_loops_returns_the_mesh(pair: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     kill(pair, 1)
     assert meshbook.heal_mesh(pair) is pair
@@ -218,6 +223,7 @@ def test_setup_cells_run_whole_and_of_others_what_defines(trio: Mesh) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_setup_cell_may_use_collectives_and_build_models_without_the_others(trio: Mesh) -> None:
     trio.run(
         "from torch.nn.parallel import DistributedDataParallel\n"
@@ -248,6 +254,7 @@ def test_a_setup_cell_that_fails_on_the_new_rank_is_named_and_the_rest_is_done(p
     assert values(pair, "b") == {0: 0, 1: 1}
 
 
+@pytest.mark.thorough
 def test_the_replay_can_be_left_out(pair: Mesh) -> None:
     pair.run("def f(): return 1", echo=False)
     pair.run("ran = rank", setup=True, echo=False)
@@ -306,6 +313,7 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
 
 
+@pytest.mark.thorough
 def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(trio: Mesh) -> None:
     trio.run(
         "torch.manual_seed(0)\n"
@@ -324,6 +332,7 @@ def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(
     assert first[0] == first[1] == first[2]
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_sharded_and_replicated_comes_from_its_replica() -> None:
     axes = {"dp": 2, "tp": 2}
     with create_mesh(axes) as mesh, create_mesh(axes) as calm:
@@ -351,6 +360,7 @@ def test_a_model_that_no_other_rank_has_is_named_as_missing() -> None:
         assert "not on rank 1: model, layer, opt (it differs between the other ranks)" in str(healed)
 
 
+@pytest.mark.thorough
 def test_a_value_computed_from_the_rank_is_not_taken_from_ranks_that_happen_to_agree(trio: Mesh) -> None:
     trio.run("is_main = rank == 0\nif rank == 0:\n    log_level = 'info'\nelse:\n    log_level = 'off'", echo=False)
     trio.run("role = max(is_main, False)", echo=False)
@@ -360,6 +370,7 @@ def test_a_value_computed_from_the_rank_is_not_taken_from_ranks_that_happen_to_a
     assert values(trio, "is_main, log_level") == {0: (True, "info"), 1: (False, "off"), 2: (False, "off")}
 
 
+@pytest.mark.thorough
 def test_with_one_other_rank_what_it_holds_is_taken_and_that_nothing_was_compared_is_said(pair: Mesh) -> None:
     pair.run("step = 3", echo=False)
     kill(pair, 0)
@@ -368,6 +379,7 @@ def test_with_one_other_rank_what_it_holds_is_taken_and_that_nothing_was_compare
     assert values(pair, "step") == {0: 3, 1: 3}
 
 
+@pytest.mark.thorough
 def test_objects_that_refer_to_each_other_do_so_on_the_new_rank(trio: Mesh) -> None:
     trio.run(
         "class Trainer:\n    def __init__(self, net, scale): self.net, self.scale = net, scale\n"
@@ -387,6 +399,7 @@ def test_objects_that_refer_to_each_other_do_so_on_the_new_rank(trio: Mesh) -> N
     assert values(trio, "scale(1)") == dict.fromkeys(range(3), 5)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_refers_to_the_parameters_that_a_setup_cell_has_built(trio: Mesh) -> None:
     trio.run("net = torch.nn.Linear(2, 2)\nfor p in net.parameters(): torch.nn.init.ones_(p)", setup=True, echo=False)
     trio.run("opt = torch.optim.SGD(net.parameters(), lr=0.5)", echo=False)
@@ -420,6 +433,7 @@ def total(group):
     assert values(trio, "total(dist.new_group([0, 1, 2]))") == dict.fromkeys(range(3), 6)
 
 
+@pytest.mark.thorough
 def test_a_process_group_in_a_setup_cell_keeps_its_name_beside_those_of_other_cells(trio: Mesh) -> None:
     trio.run("unused = dist.new_group([0, 1, 2])", echo=False)
     trio.run("everyone = dist.new_group([0, 1, 2])\npair = dist.new_group([1, 2])", setup=True, echo=False)
@@ -432,6 +446,7 @@ def test_a_process_group_in_a_setup_cell_keeps_its_name_beside_those_of_other_ce
 # ---- at a bad moment
 
 
+@pytest.mark.thorough
 def test_healing_while_a_cell_runs_is_refused_with_its_name(trio: Mesh, gate: Gate) -> None:
     future = trio.run(f"print('begun')\n{gate.wait}", ranks=[0, 1], wait=False, echo=False)
     when(lambda: all("begun" in trio.logs(rank) for rank in (0, 1)))
@@ -443,6 +458,7 @@ def test_healing_while_a_cell_runs_is_refused_with_its_name(trio: Mesh, gate: Ga
     assert trio.heal().ranks == (2,)
 
 
+@pytest.mark.thorough
 def test_healing_right_after_a_loss_waits_until_the_cell_of_the_lost_rank_has_ended(trio: Mesh, gate: Gate) -> None:
     future = trio.run(f"print('begun')\n{gate.wait}", wait=False, echo=False)
     when(lambda: all("begun" in trio.logs(rank) for rank in range(3)))
@@ -506,6 +522,7 @@ for name in ("get", "multi_get"): setattr(store.MeshStore, name, end_after(getat
 """
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_lost_while_groups_are_formed_hold_up_nobody(trio: Mesh) -> None:
     victims = [pids(trio)[2], pids(trio)[1]]
     trio.run(END_AS_ONE_CONNECTS.format(pids=victims), ranks=[1], echo=False)
@@ -518,6 +535,7 @@ def test_ranks_that_are_lost_while_groups_are_formed_hold_up_nobody(trio: Mesh) 
 
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["the new rank", "another rank"])
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_next_one_succeeds(
     trio: Mesh, stuck_setup: Gate, victim: int
 ) -> None:
@@ -533,6 +551,7 @@ def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_n
     assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t), step") == dict.fromkeys(range(3), (3, 1))
 
 
+@pytest.mark.thorough
 def test_stop_ends_a_setup_cell_that_never_ends_on_the_new_rank(trio: Mesh, stuck_setup: Gate) -> None:
     trio.run("step = 1", echo=False)
     kill(trio, 1)
@@ -565,6 +584,7 @@ def test_a_stop_ends_the_waiting_for_a_heal_and_says_that_it_is_done(
     assert values(trio, "step") == dict.fromkeys(range(3), 1)
 
 
+@pytest.mark.thorough
 def test_a_stop_ends_the_waiting_for_a_heal_that_cannot_be_ended_and_says_that_it_goes_on(
     trio: Mesh, gate: Gate
 ) -> None:
@@ -582,6 +602,7 @@ def test_a_stop_ends_the_waiting_for_a_heal_that_cannot_be_ended_and_says_that_i
     assert dict(waiting.result(DEADLINE_S).values) == dict.fromkeys(range(3), 3)
 
 
+@pytest.mark.thorough
 def test_a_lost_rank_that_is_asked_for_by_number_is_refused_until_the_mesh_is_healed(pair: Mesh) -> None:
     kill(pair, 1)
     with pytest.raises(RankLost, match="%mesh heal"):
@@ -590,6 +611,7 @@ def test_a_lost_rank_that_is_asked_for_by_number_is_refused_until_the_mesh_is_he
     assert values(pair, "rank") == {0: 0, 1: 1}
 
 
+@pytest.mark.thorough
 def test_a_dead_ranks_log_goes_on_in_that_of_the_new_process(pair: Mesh) -> None:
     pair.run("print('first life')", echo=False)
     kill(pair, 1)
@@ -598,6 +620,7 @@ def test_a_dead_ranks_log_goes_on_in_that_of_the_new_process(pair: Mesh) -> None
     assert re.search("first life.*second life", pair.logs(1), re.DOTALL)
 
 
+@pytest.mark.thorough
 def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
     kill(pair, 1)
     pair.heal()
@@ -608,6 +631,7 @@ def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
 # ---- remote tensors and actors
 
 
+@pytest.mark.thorough
 def test_cut_tensors_of_before_say_that_a_part_is_lost_whole_ones_live_on_and_new_ones_compute(pair: Mesh) -> None:
     before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
     whole = meshbook.distribute(torch.arange(4.0), pair)
@@ -624,6 +648,7 @@ def test_cut_tensors_of_before_say_that_a_part_is_lost_whole_ones_live_on_and_ne
     assert (again * 2).sum().item() == 12
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_was_not_used_while_the_rank_was_dead_says_so_too(pair: Mesh) -> None:
     before = meshbook.distribute(torch.arange(4.0), pair, sharding_spec=["rank"])
     assert before.sum().item() == 6
@@ -659,6 +684,7 @@ def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_
     assert [value for _, value in anew.add.call().get().items()] == [1, 1]
 
 
+@pytest.mark.thorough
 def test_a_heal_is_not_stopped_by_the_failure_of_an_actor_on_the_rank_that_it_replaces(
     trio: Mesh, stuck_setup: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_child_that_a_cell_forks_is_ended_by_sigterm_and_its_rank_is_not(mesh:
     assert mesh.session.lost == ()
 
 
+@pytest.mark.thorough
 def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
     mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_supervisor_saves_what_was_asked_for_and_ends_with_status_0(pair: Mesh
         pair.run("x")
 
 
+@pytest.mark.thorough
 def test_of_an_elastic_loop_that_has_to_be_stopped_the_last_snapshot_is_saved(
     pair: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +243,7 @@ def test_sigterm_to_every_process_of_a_job_saves_once_and_leaves_nothing(pair: M
     when(lambda: not any(process.is_running() for process in processes))
 
 
+@pytest.mark.thorough
 def test_a_cell_is_stopped_and_a_mesh_that_is_stuck_ends_when_the_time_is_over(pair: Mesh, tmp_path: Path) -> None:
     pair.run("x = 1")
     pair.on_preemption(tmp_path / "run1", "x", grace_s=6)
@@ -254,6 +257,7 @@ def test_a_cell_is_stopped_and_a_mesh_that_is_stuck_ends_when_the_time_is_over(p
     assert (tmp_path / "stopped").exists()
 
 
+@pytest.mark.thorough
 def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path: Path) -> None:
     with create_mesh(2, num_hosts=2) as mesh:
         mesh.run("x = rank")
@@ -278,6 +282,7 @@ def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path
 # ---- while something else is under way
 
 
+@pytest.mark.thorough
 def test_sigterm_while_a_checkpoint_is_saved_leaves_both(pair: Mesh, tmp_path: Path) -> None:
     pair.run("x = torch.ones(1 << 22) * rank")
     pair.on_preemption(tmp_path / "run1", "x")
@@ -287,6 +292,7 @@ def test_sigterm_while_a_checkpoint_is_saved_leaves_both(pair: Mesh, tmp_path: P
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 2
 
 
+@pytest.mark.thorough
 def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(
     pair: Mesh, tmp_path: Path, gate: Gate
 ) -> None:
@@ -309,6 +315,7 @@ def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(
         assert dict(later.run("x[0].item()").values) == {0: 0.0, 1: 1.0}
 
 
+@pytest.mark.thorough
 def test_sigterm_while_a_rank_is_replaced_saves_when_that_is_done(pair: Mesh, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     pair.run(f"import os\nx = 5\nif os.path.exists({str(tmp_path / 'wait')!r}):\n    {gate.wait}", setup=True)

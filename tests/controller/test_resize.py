@@ -149,6 +149,7 @@ def test_a_group_with_a_rank_that_has_left_says_so(trio: Mesh) -> None:
     assert is_whole(trio, 2)
 
 
+@pytest.mark.thorough
 def test_samplers_deal_the_rows_of_the_next_epoch_to_the_ranks_that_there_are(pair: Mesh) -> None:
     sampler = "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(range(12), seed=3)"
     pair.run(sampler, setup=True, echo=False)
@@ -169,6 +170,7 @@ def test_a_checkpoint_is_saved_and_restored_by_the_ranks_that_there_are(pair: Me
     assert pair.checkpoint(tmp_path, "x", "step", asynchronous=False).result().world_size == 3
 
 
+@pytest.mark.thorough
 def test_ranks_without_process_groups_and_on_several_hosts_are_resized() -> None:
     with create_mesh(2, process_group=False) as mesh:
         mesh.resize(3)
@@ -208,6 +210,7 @@ def rows_of(mesh: Mesh) -> dict[int, list[int]]:
     return values(mesh, "seen")
 
 
+@pytest.mark.thorough
 def test_every_row_of_an_epoch_is_dealt_once_over_two_resizes_in_the_middle_of_it(pair: Mesh) -> None:
     pair.run("import meshbook", echo=False)
     pair.run(ELASTIC, setup=True, echo=False)
@@ -243,6 +246,7 @@ def test_every_row_of_an_epoch_is_dealt_once_over_two_resizes_in_the_middle_of_i
     assert {len(rows) for rows in rows_of(pair).values()} == {32}
 
 
+@pytest.mark.thorough
 def test_a_loop_whose_loader_does_not_know_its_rows_says_what_to_give_it(pair: Mesh) -> None:
     pair.run("import meshbook", echo=False)
     pair.run(ELASTIC, setup=True, echo=False)
@@ -259,6 +263,7 @@ def test_a_loop_whose_loader_does_not_know_its_rows_says_what_to_give_it(pair: M
 # ---- who learns of it
 
 
+@pytest.mark.thorough
 def test_a_cell_that_another_client_sends_before_it_has_heard_of_a_change_is_refused(pair: Mesh) -> None:
     other, may_hear = meshbook.attach(pair.name), threading.Event()
     try:
@@ -387,6 +392,7 @@ door.ReshardingDoor.find = find
 """
 
 
+@pytest.mark.thorough
 def test_operations_of_another_program_wait_until_it_is_decided_whether_the_mesh_is_resized(
     pair: Mesh, gate: Gate
 ) -> None:
@@ -417,6 +423,7 @@ def stuck_setup(pair: Mesh, gate: Gate) -> Gate:
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["an old rank", "a new rank"])
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_while_cells_are_replayed_leaves_a_mesh_that_heal_completes(
     pair: Mesh, stuck_setup: Gate, victim: int
 ) -> None:
@@ -439,6 +446,7 @@ def _has_said(mesh: Mesh, word: str, ranks: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["an old rank", "a new rank"])
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_completes(
     pair: Mesh, gate: Gate, victim: int
 ) -> None:
@@ -460,6 +468,7 @@ def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_compl
 
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["an old rank", "a new rank"])
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_as_soon_as_new_ones_start_leaves_a_mesh_that_heal_completes(
     pair: Mesh, stuck_setup: Gate, victim: int
 ) -> None:
@@ -475,6 +484,7 @@ def test_a_rank_that_is_killed_as_soon_as_new_ones_start_leaves_a_mesh_that_heal
     assert is_whole(pair, 4)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_replaced(trio: Mesh) -> None:
     trio.run("step = 1", echo=False)
     never = "import atexit, os, time\natexit.register(lambda: (os.write(1, b'leaving\\n'), time.sleep(600)))"
@@ -522,6 +532,7 @@ def test_a_mesh_with_lost_ranks_goes_on_with_fewer(trio: Mesh) -> None:
     assert is_whole(trio, 2)
 
 
+@pytest.mark.thorough
 def test_a_mesh_can_be_resized_again_and_again(pair: Mesh) -> None:
     pids_before = pids(pair)
     for size in (3, 2, 3, 2):

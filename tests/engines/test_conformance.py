@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def marks(way: dict[str, Any]) -> list[pytest.MarkDecorator]:
     on = way.get("on", "")
-    found = [pytest.mark.cluster] if on else []
+    found = [pytest.mark.cluster] if on else [] if "num_hosts" in way else [pytest.mark.thorough]
     if on.startswith("ray:"):  # the first test starts the cluster, for which it has several tries
         found += [pytest.mark.ray, pytest.mark.timeout(RAY_TIMEOUT_S)]
     return found

@@ -149,6 +149,7 @@ def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart() -> None
         assert "axes dp=2,tp=1 are asked for" in front.run("%mesh start --axes dp=2,tp=1").reply["evalue"]
 
 
+@pytest.mark.thorough
 def test_a_mesh_with_a_dead_rank_is_not_what_start_asks_for_and_one_without_living_ranks_is_replaced() -> None:
     with kernel() as front:
         front.run("import os\nx = rank")
@@ -166,6 +167,7 @@ def test_a_mesh_with_a_dead_rank_is_not_what_start_asks_for_and_one_without_livi
         assert front.run("world_size").result == "2"
 
 
+@pytest.mark.thorough
 def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead() -> None:
     with kernel() as front:
         front.run("import os")
@@ -181,6 +183,7 @@ def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead(
         front.manager.shutdown_kernel()
 
 
+@pytest.mark.thorough
 def test_a_time_to_live_that_a_second_start_asks_for_counts() -> None:
     with kernel() as front:
         front.run("%mesh start -n 1")
@@ -199,6 +202,7 @@ def test_an_orphaned_mesh_ends_after_its_time_to_live() -> None:
 
 
 @pytest.mark.timeout(EMPTY_TTL_S + 120)
+@pytest.mark.thorough
 def test_a_warm_supervisor_whose_kernel_crashed_ends_soon() -> None:
     with kernel() as front:
         when(lambda: folders() != [], "a warm supervisor")
@@ -224,18 +228,21 @@ def test_two_meshes_live_in_one_notebook() -> None:
         assert front.run("y").result == "'second'"
 
 
+@pytest.mark.thorough
 def test_what_was_set_in_the_environment_since_the_kernel_began_reaches_the_ranks() -> None:
     with kernel() as front:
         front.run("%%controller\nimport os\nos.environ['SET_BY_TEST'] = 'yes'")
         assert front.run("import os\nos.environ['SET_BY_TEST']").result == "'yes'"
 
 
+@pytest.mark.thorough
 def test_a_kernel_starts_in_a_folder_whose_files_are_named_like_pythons_own(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise RuntimeError('not this one')\n")
     with kernel(cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as front:
         assert front.run("%%controller\n1 + 1").result == "2"
 
 
+@pytest.mark.thorough
 def test_settings_that_cannot_be_read_are_told_of_by_the_first_cell_and_the_kernel_lives() -> None:
     with kernel(env={"MESHBOOK_RANKS": "many"}) as front:
         cell = front.run("1")
@@ -244,6 +251,7 @@ def test_settings_that_cannot_be_read_are_told_of_by_the_first_cell_and_the_kern
         assert front.run("%%controller\n1 + 1").result == "2"
 
 
+@pytest.mark.thorough
 def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(tmp_path: Path) -> None:
     (tmp_path / "meshbook").mkdir(mode=0o755)
     with kernel(env={"MESHBOOK_RUNTIME_DIR": str(tmp_path)}) as front:

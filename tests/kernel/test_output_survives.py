@@ -121,6 +121,7 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
         end(front)
 
 
+@pytest.mark.thorough
 def test_the_value_of_a_cell_that_is_followed_is_shown_and_stopping_the_mesh_does_not_wait_for_it(
     run: object, gate: Gate
 ) -> None:

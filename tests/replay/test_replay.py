@@ -111,6 +111,7 @@ def test_the_debugger_stops_at_a_line_and_where_the_exception_was_raised(failure
     assert "(Pdb) {'price': 'n/a'}" in done.out
 
 
+@pytest.mark.thorough
 def test_a_cell_is_edited_and_replayed_with_what_it_had(failure: Path) -> None:
     done = meshbook("replay", str(failure), "--edit", env={"EDITOR": "sed -i s/total.+=.*/total+=1.0/"})
     assert "the edited cell came past where it failed" in done.out, done.err
@@ -130,6 +131,7 @@ def test_a_record_is_of_what_the_cell_read_and_not_larger(
     assert BundleFile(tmp_path / "failures" / "f1" / "rank3.bundle").header.names == ("read", "view")
 
 
+@pytest.mark.thorough
 def test_a_cell_that_is_stopped_in_a_hang_is_replayed_to_the_line_where_it_hung(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +312,7 @@ class Payer(Actor):
             self.ledger.add.call_one(current_rank().rank, amount).get()
 
 
+@pytest.mark.thorough
 def test_a_race_between_actors_is_replayed_in_the_order_that_it_had(
     mesh: Mesh, replayer: Replayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +331,7 @@ def test_a_race_between_actors_is_replayed_in_the_order_that_it_had(
     mesh.record(False)
 
 
+@pytest.mark.thorough
 def test_an_actor_whose_record_would_take_too_much_is_copied_anew_and_goes_on(
     mesh: Mesh, replayer: Replayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -679,6 +679,7 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
 # ---- memory
 
 
+@pytest.mark.thorough
 def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
     a = distribute(torch.ones(2), mesh2)
     before = live(mesh2)
@@ -751,6 +752,7 @@ def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped
     assert [one for one in seen if one.startswith("call")] == []
 
 
+@pytest.mark.thorough
 def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
     x = distribute(torch.ones(2), mesh2)
     engine = engine_of(mesh2)

@@ -75,7 +75,7 @@ def at_step(number: int, act: Callable[[], object]) -> Callable[[int], None]:
 # ---- a rank is lost
 
 
-@pytest.mark.parametrize("model", ["replicated", "cut", "fsdp"])
+@pytest.mark.parametrize("model", [pytest.param("replicated", marks=pytest.mark.thorough), "cut", "fsdp"])
 def test_a_training_whose_ranks_are_killed_has_the_losses_of_one_whose_are_not(duo: Mesh, model: str) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -85,6 +85,7 @@ def test_a_training_whose_ranks_are_killed_has_the_losses_of_one_whose_are_not(d
     check(training)
 
 
+@pytest.mark.thorough
 def test_ddp_sums_gradients_of_three_ranks_and_more_in_the_same_order_after_a_loss(quad: Mesh) -> None:
     training = Training(quad, "ddp")
     training.run(at_step(25, lambda: kill(quad, 3)))
@@ -103,6 +104,7 @@ def test_a_loop_says_where_it_goes_on(duo: Mesh, capsys: pytest.CaptureFixture[s
     check(training)
 
 
+@pytest.mark.thorough
 def test_a_loop_whose_body_is_in_no_step_goes_on_when_it_is_run_again(
     duo: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_at_any_moment_of_a_step_costs_no_step(duo: Mesh, moment: str) -> None:
     training = Training(duo, "cut")
     name, count = MOMENTS[moment]
@@ -150,6 +153,7 @@ transfer.{function} = dying
 
 @pytest.mark.parametrize(("function", "count"), [("gather", 3), ("pass_on", 2), ("wait_for_all", 2)])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_while_a_snapshot_is_taken_loses_none(
     duo: Mesh, function: str, count: int, before: bool
 ) -> None:
@@ -162,6 +166,7 @@ def test_a_rank_that_is_lost_while_a_snapshot_is_taken_loses_none(
 
 
 @pytest.mark.parametrize("name", ["meshbook::collect_snapshot", "meshbook::load_snapshot"])
+@pytest.mark.thorough
 def test_a_rank_that_is_lost_while_the_loop_goes_back_costs_no_step(quad: Mesh, name: str) -> None:
     training = Training(quad, "cut")
     quad.run(DIE_AT.format(name=name, count=1), ranks=3, echo=False)
@@ -169,12 +174,14 @@ def test_a_rank_that_is_lost_while_the_loop_goes_back_costs_no_step(quad: Mesh, 
     check(training)
 
 
+@pytest.mark.thorough
 def test_two_ranks_that_do_not_hold_each_others_copies_may_be_lost_together(quad: Mesh) -> None:
     training = Training(quad, "cut")
     training.run(at_step(33, lambda: kill(quad, 0, 2)))
     check(training)
 
 
+@pytest.mark.thorough
 def test_two_ranks_of_which_one_held_the_others_copy_end_the_loop_with_what_to_do(quad: Mesh) -> None:
     training = Training(quad, "cut")
     with pytest.raises(
@@ -197,6 +204,7 @@ def test_all_ranks_lost_end_the_loop_with_what_to_do(duo: Mesh) -> None:
     check(again)
 
 
+@pytest.mark.thorough
 def test_a_loop_that_is_struck_again_and_again_ends(duo: Mesh) -> None:
     training = Training(duo, "replicated")
     faults = []
@@ -243,6 +251,7 @@ def stop_when_stuck(mesh: Mesh, training: Training, sign: Path, name: str, count
     stopper.join()
 
 
+@pytest.mark.thorough
 def test_a_loop_that_was_stopped_while_it_waited_for_a_rank_goes_on(duo: Mesh, tmp_path: Path) -> None:
     training = Training(duo, "replicated")
     stop_when_stuck(duo, training, tmp_path / "stuck", "aten::addmm", 40)
@@ -264,6 +273,7 @@ def test_an_exception_in_the_body_leaves_the_snapshots_as_they_are(
     check(training)
 
 
+@pytest.mark.thorough
 def test_a_stop_and_then_a_loss_before_the_loop_is_run_again_cost_no_step(duo: Mesh) -> None:
     training = Training(duo, "fsdp")
     with pytest.raises(KeyboardInterrupt):
@@ -344,6 +354,7 @@ def test_gradients_that_are_added_up_over_steps_are_part_of_a_snapshot(duo: Mesh
 
 
 @pytest.mark.parametrize("model", ["replicated", "cut"])
+@pytest.mark.thorough
 def test_a_recorded_step_goes_on_recorded(duo: Mesh, model: str) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -354,6 +365,7 @@ def test_a_recorded_step_goes_on_recorded(duo: Mesh, model: str) -> None:
     check(training)
 
 
+@pytest.mark.thorough
 def test_a_recorded_step_goes_on_after_a_stop_and_a_loss(duo: Mesh, tmp_path: Path) -> None:
     training = Training(duo, "cut", record=True)
     stop_when_stuck(duo, training, tmp_path / "stuck", "meshbook::replay", 14)
