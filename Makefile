@@ -62,11 +62,11 @@ soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.soak --minutes=$(MINUTES) $(SOAK_ARGS)
 
 # What the tests that start no process need; those of them that need more are skipped, with the reason.
-PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis
+PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout pytest-xdist hypothesis
 PURE_VENV = .venv-pure/$(notdir $(PYTHON))
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m pure tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile -m pure tests $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/controller/test_run.py $(PYTEST_ARGS)
 
 test-cluster: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
@@ -78,7 +78,7 @@ test-gpu: $(VENV)/installed-dev
 test-pure:
 	test -x $(PURE_VENV)/bin/python || $(PYTHON) -m venv $(PURE_VENV)
 	$(PURE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PURE_NEEDS)
-	$(PURE_VENV)/bin/python -m pytest -q -rfE -m pure tests $(PYTEST_ARGS)
+	$(PURE_VENV)/bin/python -m pytest -q -rfE --numprocesses=$(WORKERS) --dist=loadfile -m pure tests $(PYTEST_ARGS)
 
 lab: $(VENV)/installed-lab
 	$(BIN)/python -m jupyter lab $(QUICKSTART)
