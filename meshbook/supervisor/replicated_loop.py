@@ -247,8 +247,10 @@ class ReplicatedLoop(Loop):
             self.unwatch(pidfd)
             os.close(self._standby_fds.pop(pid))
             _, status = os.waitpid(pid, 0)
-            if self._standby is not None and self._standby[0] == pid:
+            is_followed = self._standby is not None and self._standby[0] == pid
+            if is_followed or os.WIFEXITED(status):  # else we have killed it
                 log.warning("the standby (pid %d) has ended with status %d; another one is started", pid, status)
+            if is_followed:  # and not replaced already, because nothing could be written to it
                 self._end_standby()
                 self.diverge()
 
