@@ -66,12 +66,12 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
 
 # What starts a process, as Python's audit events name it.
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
-pure_test: str | None = None  # that runs
+is_pure = False  # what runs
 
 
 @sys.addaudithook
 def refuse_processes(event: str, _: object) -> None:
-    if pure_test is not None and event in STARTS:
+    if is_pure and event in STARTS:
         raise RuntimeError(
             "a pure test starts a process; it has to use starts_processes, starts_meshes or starts_kernels"
         )
@@ -79,12 +79,12 @@ def refuse_processes(event: str, _: object) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    global pure_test
-    pure_test = item.nodeid if item.get_closest_marker("pure") else None
+    global is_pure
+    is_pure = item.get_closest_marker("pure") is not None
     try:
         return (yield)
     finally:
-        pure_test = None
+        is_pure = False
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
@@ -161,7 +161,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 # What takes minutes and is one file, or few: begun at the end of a run, one worker would be at it alone. With several
 # workers these come first, and then the files with most tests.
-FIRST = ("campaign", "browser", "cluster", "zoo", "test_marimo.py")
+FIRST = ("soak", "browser", "cluster", "zoo", "test_marimo.py")
 # Folders that one worker runs: JupyterLab, and machines with a Slurm and a Ray, are started once.
 ONE_WORKER = ("browser", "cluster")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.suites import GATE, is_in_gate, kind_of
 
 TESTS = Path(__file__).resolve().parent
@@ -108,6 +109,25 @@ def test_a_pure_test_that_starts_a_process_fails() -> None:
 
     with pytest.raises(RuntimeError, match="a pure test starts a process; it has to use starts_processes"):
         subprocess.Popen(["true"])
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (ModuleNotFoundError("", name="torch.nn"), "torch.nn"),
+        (ModuleNotFoundError("", name="meshbook.attic"), None),
+        (ImportError("", name="tests.rank.test_shell"), "what tests.rank.test_shell needs"),
+        (ImportError("", name="meshbook.wire"), None),
+        (ValueError(), None),
+    ],
+)
+def test_without_torch_what_is_not_installed_is_no_failure_and_what_is_ours_is(
+    error: Exception, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "WITHOUT_TORCH", True)
+    assert conftest.what_is_missing(error) == name
+    monkeypatch.setattr(conftest, "WITHOUT_TORCH", False)
+    assert conftest.what_is_missing(error) is None
 
 
 def test_nothing_sleeps_as_a_schedule() -> None:

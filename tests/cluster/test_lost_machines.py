@@ -75,7 +75,7 @@ def test_a_machine_that_comes_back_by_itself_has_no_rank_twice(
             check_named(mesh, future)
         finally:
             undo(bed, "n2")
-        when(lambda: before.isdisjoint(bed.processes("n2")), within_s=WAIT_S)  # as told by the supervisor
+        when(lambda: before.isdisjoint(bed.processes("n2")))  # as told by the supervisor
         heal(mesh)
 
 

@@ -169,17 +169,17 @@ def test_a_node_that_fails_is_named_and_cannot_be_had_back(slurm: Bed) -> None:
             error = future.exception(WAIT_S)
             assert isinstance(error, RankLost)
             assert "machine n2 has not answered for" in str(error)
-            when(lambda: command("squeue", "-h", "-j", job, "-o", "%N") == "n1", within_s=WAIT_S)
+            when(lambda: command("squeue", "-h", "-j", job, "-o", "%N") == "n1")
             with pytest.raises(HealError, match=f"Slurm has taken it out of job {job}"):
                 mesh.heal()
             assert dict(mesh.run("x").values) == {0: 10}
         finally:
             slurm.power_on("n2")
-    when(lambda: "idle" in command("sinfo", "-h", "-n", "n2", "-o", "%T"), within_s=WAIT_S)
+    when(lambda: "idle" in command("sinfo", "-h", "-n", "n2", "-o", "%T"))
 
 
 def test_a_job_ends_soon_after_its_supervisor(slurm: Bed, abandoned_job: str) -> None:
-    when(lambda: abandoned_job not in jobs(), within_s=WAIT_S)  # 20 s after its last host
+    when(lambda: abandoned_job not in jobs())  # 20 s after its last host
     when(lambda: slurm.processes("n1") == {})
 
 

@@ -76,21 +76,21 @@ def begin(mesh: Mesh, source: str) -> Any:
     """A cell that runs on all ranks: all have printed `at work`, which no other cell has since the call of this."""
     before = [mesh.logs(rank).count("at work") for rank in mesh.ranks]
     future = mesh.run(source, wait=False)
-    when(lambda: all(mesh.logs(rank).count("at work") > before[rank] for rank in mesh.ranks), within_s=WAIT_S)
+    when(lambda: all(mesh.logs(rank).count("at work") > before[rank] for rank in mesh.ranks))
     return future
 
 
 def ended(mesh: Mesh) -> str:
     """Why the mesh has ended; nothing of it is left."""
     supervisor = mesh.session.info.supervisor_pid
-    when(lambda: mesh.session.ended is not None, within_s=WAIT_S)
+    when(lambda: mesh.session.ended is not None)
     when(lambda: not psutil.pid_exists(supervisor))
     assert mesh.session.info.name not in [found.name for found in keys.list_connections()]
     return str(mesh.session.ended)
 
 
 def exit_of(mesh: Mesh, rank: int) -> str | None:
-    when(lambda: rank in mesh.session.lost, within_s=WAIT_S)
+    when(lambda: rank in mesh.session.lost)
     return mesh.status().ranks[rank].exit
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire.messages import ClearOutput, Display, Notice, OutputItem, Text
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 DEADLINE_S = WAIT_S
 
@@ -39,13 +39,6 @@ def with_output(test: Callable[[OutputBuffer], None]) -> Callable[[], None]:
 
 def text_of(items: tuple[OutputItem, ...], stream: str = "stdout") -> str:
     return "".join(item.text for item in items if isinstance(item, Text) and item.stream == stream)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 def readable(output: OutputBuffer) -> list[int]:
@@ -235,7 +228,7 @@ def test_uninstall_gives_streams_and_descriptors_back() -> None:
     assert os.fstat(1).st_ino == identity
     assert text_of(output.pop_items()) == "captured\n"
     del output
-    wait_until(lambda: set(os.listdir("/proc/self/fd")) <= open_before)  # other threads may be using some of their own
+    when(lambda: set(os.listdir("/proc/self/fd")) <= open_before)  # other threads may be using some of their own
 
 
 @with_output
@@ -263,7 +256,7 @@ def test_a_writer_waits_for_room_and_nothing_is_lost_while_somebody_takes() -> N
         return output.total_chars - len(received) > 9_000 or not writer.is_alive()
 
     while writer.is_alive() or output.has_pending():
-        wait_until(held_or_over)
+        when(held_or_over)
         items = output.pop_items()
         assert all(isinstance(item, Text) for item in items)
         assert len(text_of(items)) <= 10_200
@@ -347,7 +340,7 @@ def test_a_sigint_ends_a_print_that_waits_for_room(output: OutputBuffer) -> None
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stop() -> None:
-        wait_until(lambda: full.total_chars > 1000)
+        when(lambda: full.total_chars > 1000)
         os.kill(os.getpid(), signal.SIGINT)
 
     def print_without_end() -> None:

@@ -85,10 +85,10 @@ def soak(options: argparse.Namespace, surroundings: Any) -> int:
         turns: Iterator[tuple[str, Iterator[int]]] = only(options.only) if options.only else take_turns(names, first)
         for name, seeds in turns:
             current = table_of_kinds[name]()
-            turn_ends, before = min(until, time.monotonic() + TURN_S), []
+            turn_ends, before = min(until, time.monotonic() + TURN_S), list[int]()
             for seed in seeds:
                 case = run_case(name, seed, current, tuple(before))
-                before = [] if case.verdict.failure else [*before, seed]  # its meshes were given up
+                before.append(seed)
                 if case.verdict.is_wrong:
                     current.close()
                     again = run_case(name, seed, current, ()).verdict

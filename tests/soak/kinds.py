@@ -58,7 +58,7 @@ class Faults:
     def run(self, seed: int) -> Verdict:
         draw = draw_case(0, seed)
         result = self._campaign.run(draw)
-        wrong = any(problem.kind == "lost state" and "WrongResult" in problem.text for problem in result.problems)
+        wrong = any(problem.text.startswith("WrongResult") for problem in result.problems)
         return Verdict(f"{draw.fault} in {draw.work}", describe(result) if result.problems else "", wrong)
 
     def close(self) -> None:

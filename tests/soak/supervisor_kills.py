@@ -15,7 +15,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from meshbook.errors import CellInterrupted
 from meshbook.wire.keys import runtime_folder
 from meshbook.wire.processes import forks_of
 from tests.actors.example_actors import Counter
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 RANKS = 2
 _NEXT_CELL_S = 5.0
@@ -59,14 +58,11 @@ class Killer:
                     os.kill(pid, signal.SIGKILL)
             self.done.append(f"{victim} {pid} after {pause:.3f} s")
             if victim == "supervisor":
-                _wait(lambda former=supervisor: self._mesh.session.info.supervisor_pid != former)
-
-
-def _wait(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _NEXT_CELL_S
-    while not is_true():
-        assert time.monotonic() < deadline, "no standby has taken over within 5 s"
-        time.sleep(0.005)
+                when(
+                    lambda former=supervisor: self._mesh.session.info.supervisor_pid != former,  # type: ignore[misc]
+                    "that a standby takes over",
+                    within_s=_NEXT_CELL_S,
+                )
 
 
 # ---- works
@@ -120,7 +116,7 @@ def _heal(mesh: Mesh, folder: Path) -> None:
     pid = mesh.status().ranks[1].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    _wait(lambda: 1 in mesh.session.lost)
+    when(lambda: 1 in mesh.session.lost, within_s=_NEXT_CELL_S)
     mesh.heal()
 
 

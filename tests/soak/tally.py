@@ -28,7 +28,7 @@ class Case:
     """One case of a soak, by its kind and seed.
 
     Attributes:
-        before: the seeds that the same meshes had run before it.
+        before: the seeds of its turn before it, most of them on the same meshes.
         load: the machine's load average at its end.
         again: of a wrong number: what the same seed gave when it was run again at once, on new meshes.
     """
@@ -52,7 +52,7 @@ def how_to_repeat(case: Case) -> str:
     lines = [f"again: {command} {case.kind}:{case.seed}"]
     if case.before:
         seeds = " ".join(f"{case.kind}:{seed}" for seed in (*case.before, case.seed))
-        lines.append(f"with all that its meshes had run: {command} {seeds}")
+        lines.append(f"with all that its turn had run: {command} {seeds}")
     if case.again is not None:
         lines.append(f"run again at once, it was {'wrong again' if case.again.is_wrong else 'not wrong'}")
     return "\n".join(lines)

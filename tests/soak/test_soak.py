@@ -32,7 +32,7 @@ def test_a_case_is_told_in_a_line_and_with_the_commands_that_repeat_it() -> None
     assert str(WRONG) == "chains:5 7 lines: WRONG, 1.0 s"
     assert how_to_repeat(FAILED).splitlines() == [
         "again: python -m tests.soak --only hangs:4",
-        "with all that its meshes had run: python -m tests.soak --only hangs:1 hangs:2 hangs:4",
+        "with all that its turn had run: python -m tests.soak --only hangs:1 hangs:2 hangs:4",
     ]
     assert how_to_repeat(WRONG).endswith("run again at once, it was not wrong")
 
