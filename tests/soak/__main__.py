@@ -37,15 +37,18 @@ def main() -> int:
 
     run = Run()
     isolate(run)
-    with small_file_systems(run) as can_fill:
-        try:
-            with fork_server(run):
-                surroundings = Surroundings(run, can_fill=can_fill)
-                status = soak(options, surroundings)
-                surroundings.close()
-        finally:
-            left = run.wait_until_clean()
-            run.clean()
+    try:
+        with small_file_systems(run) as can_fill:
+            try:
+                with fork_server(run):
+                    surroundings = Surroundings(run, can_fill=can_fill)
+                    status = soak(options, surroundings)
+                    surroundings.close()
+            finally:
+                left = run.wait_until_clean()
+                run.clean()
+    finally:
+        run.clean()  # again: of its folders one was a file system of its own
     if left:
         print("left behind, and ended now:", *left, sep="\n  ")
     return 1 if left else status
