@@ -393,22 +393,23 @@ def test_tb_shows_the_last_failure_again(rank: Rank) -> None:
 
 def test_of_a_stop_deep_in_a_library_few_frames_are_drawn_and_tb_has_them_all(rank: Rank) -> None:
     source = """
-        import json
-        def stopped(value):
-            raise KeyboardInterrupt
+        import copy
+        class Last:
+            def __deepcopy__(self, memo):
+                raise KeyboardInterrupt
         def nest(depth):
-            return [nest(depth - 1)] if depth else object()
-        json.dumps(nest(20), default=stopped, indent=1)
+            return [nest(depth - 1)] if depth else Last()
+        copy.deepcopy(nest(20))
         """
     run = rank.run(source)
     assert run.status == "interrupted"
     assert run.error is not None
     drawn = "\n".join(run.error.traceback)
     assert len(run.error.frames) > 20
-    assert drawn.count("encoder.py") == 1  # beside the innermost frame, which is the user's
-    assert "in stopped" in drawn or "stopped" in drawn
+    assert drawn.count("copy.py") == 1  # beside the innermost frame, which is the user's
+    assert "__deepcopy__" in drawn
     rank.ok("%tb")
-    assert rank.said().count("encoder.py") > 1
+    assert rank.said().count("copy.py") > 1
 
 
 def test_debug_and_breakpoints_say_how_to_look_where_nobody_gives_commands(rank: Rank) -> None:
@@ -452,12 +453,22 @@ class Dialogue:
         return self.commands.pop(0)
 
 
+# breakpoint() stops before the next line; from Python 3.13 on in its own.
+STOPS_IN_ITS_OWN_LINE = sys.version_info >= (3, 13)
+
+
+def line_of_stop(line: int) -> int:
+    """Return the line at which breakpoint() in a line stops."""
+    return line if STOPS_IN_ITS_OWN_LINE else line + 1
+
+
 def test_a_breakpoint_stops_in_the_cells_frame_and_the_cell_goes_on(rank: Rank) -> None:
-    dialogue = Dialogue(rank, "p x", "x = 7", "n", "c")
+    to_next_line = ["n"] if STOPS_IN_ITS_OWN_LINE else []
+    dialogue = Dialogue(rank, *to_next_line, "p x", "x = 7", "n", "c")
     run = rank.ok("def f(x):\n    breakpoint()\n    y = x + 1\n    return y\nf(5)", execution_count=4)
     assert run.result == 8
-    first, answer, changed, stepped = dialogue.stops
-    assert first.place == "cell 4, line 3 in f"
+    assert dialogue.stops[0].place == f"cell 4, line {line_of_stop(2)} in f"
+    first, answer, changed, stepped = dialogue.stops[len(to_next_line) :]
     assert first.text == "stopped at cell 4, line 3 in f · x=5\n-> y = x + 1\n"
     assert answer.text == "5\n"
     assert changed.text == ""
@@ -468,7 +479,7 @@ def test_where_shows_the_users_frames_only(rank: Rank) -> None:
     dialogue = Dialogue(rank, "w", "c")
     rank.ok("def f():\n    breakpoint()\n    return 1\nf()", execution_count=4)
     places = [line for line in dialogue.stops[1].text.splitlines() if not line.startswith("->")]
-    assert places == ["  cell 4, line 4", "> cell 4, line 3 in f"]
+    assert places == ["  cell 4, line 4", f"> cell 4, line {line_of_stop(2)} in f"]
 
 
 def test_a_step_out_of_the_last_line_ends_the_cell_and_the_next_is_not_traced(rank: Rank) -> None:
@@ -483,7 +494,7 @@ def test_a_step_out_of_the_last_line_ends_the_cell_and_the_next_is_not_traced(ra
 def test_breakpoints_of_the_debugger_end_with_the_cell(rank: Rank) -> None:
     dialogue = Dialogue(rank, "b 4", "c", "c")
     rank.ok("breakpoint()\na = 1\na = 2\na = 3", execution_count=4)
-    assert [stop.place for stop in dialogue.stops] == ["cell 4, line 2"] * 2 + ["cell 4, line 4"]
+    assert [stop.place for stop in dialogue.stops] == [f"cell 4, line {line_of_stop(1)}"] * 2 + ["cell 4, line 4"]
     assert sys.gettrace() is None
     later = Dialogue(rank)
     rank.ok("a = 1\na = 1\na = 1\na = 1", execution_count=4)
