@@ -7,11 +7,12 @@ starts with one of four characters, none of which occurs in incoming text (`line
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
 
-from meshbook.fold.numbers import Fold, FoldMember, TextTemplate, template_of
+from meshbook.fold.numbers import Fold, FoldMember, TextTemplate, fold, template_of, unfold
 from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
@@ -154,6 +155,24 @@ def split_folded_line(line: Line) -> tuple[TextTemplate, FoldMember]:
     num_numbers, num_ranks = len(template.numbers), len(line.ranks)
     fitting = (one for one in line.varying_numbers if 0 <= one.position < num_numbers and len(one.texts) == num_ranks)
     return template, FoldMember(line.ranks, text, template.numbers, {one.position: one.texts for one in fitting})
+
+
+def without_ranks(line: Line, ranks: Iterable[int]) -> Line | None:
+    """Return a line as the other ranks wrote it; None: there are none."""
+    excluded = set(ranks)
+    remaining = tuple(rank for rank in line.ranks if rank not in excluded)
+    if not remaining or len(remaining) == len(line.ranks):
+        return line if remaining else None
+    folded = None
+    if line.varying_numbers:
+        _, member = split_folded_line(line)
+        members = [one for one in unfold(member.ranks, member.text, member.varying or {}) if one.ranks[0] in remaining]
+        if len({template_of(one.text).key for one in members}) == 1:
+            folded = fold(members, "ranges" if line.live else "all") or fold(members, "short")
+    if folded is None:
+        return msgspec.structs.replace(line, ranks=remaining)
+    shown = line_of_fold(folded, line.stream, mergeable=True, live=line.live)
+    return msgspec.structs.replace(shown, end=line.end)
 
 
 def line_of_fold(folded: Fold, stream: str, *, mergeable: bool, live: bool = False) -> Line:

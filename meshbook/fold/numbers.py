@@ -145,6 +145,21 @@ def fold_texts(texts: Iterable[tuple[Ranks, str]]) -> list[tuple[Ranks, str]]:
     return sorted(((one.ranks, one.text) for one in folded), key=lambda pair: pair[0])
 
 
+def unfold(ranks: Ranks, first_text: str, varying: Mapping[int, tuple[str, ...]]) -> list[FoldMember]:
+    """Return what each rank of a fold wrote, in order of ranks, formatted like the text of the first one."""
+    spans = _number_spans(first_text)
+    members = []
+    for index, rank in enumerate(ranks):
+        pieces: list[str] = []
+        done = 0
+        for position, texts in sorted(varying.items()):
+            start, stop = spans[position]
+            pieces += first_text[done:start], texts[index]
+            done = stop
+        members.append(make_member((rank,), "".join((*pieces, first_text[done:]))))
+    return members
+
+
 def _number_pattern(text: str) -> re.Pattern[str]:
     lower = text.lower()
     return _NUMBER_OR_WORD if "nan" in lower or "inf" in lower or "0x" in lower else _NUMBER

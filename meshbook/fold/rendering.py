@@ -59,7 +59,20 @@ def render_values(
     rank, at most `limit` of them. If there are more, values that differ only in numbers are folded into a range. Ranks
     without a value (a cell that ends in a statement or in None) are not named.
     """
-    values = _distinct_values(parts)
+    return _render_texts(_distinct_values(parts), world_ranks, limit, colour)
+
+
+def render_previews(
+    parts: Iterable[tuple[Ranks, Preview]], world_ranks: Ranks, *, limit: int = MAX_SHOWN, colour: bool = True
+) -> str:
+    """Return the texts of previews that differ, as `render_values` does."""
+    values = [_DistinctValue(ranks, one, True) for ranks, one in parts]
+    return _render_texts(values, world_ranks, limit, colour, hint="")
+
+
+def _render_texts(
+    values: Sequence[_DistinctValue], world_ranks: Ranks, limit: int, colour: bool, hint: str = _ACCESS_HINT
+) -> str:
     if not values:
         return ""
     entries = [(value.ranks, _value_text(value, colour)) for value in values]
@@ -67,7 +80,7 @@ def render_values(
         entries = fold_texts(entries)
     if len(entries) == 1 and entries[0][0] == tuple(world_ranks):
         return entries[0][1]
-    return _render_blocks(entries, limit, colour)
+    return _render_blocks(entries, limit, colour, hint)
 
 
 def render_errors(
@@ -124,7 +137,19 @@ def render_values_html(parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, lim
     Each distinct value is labelled with its ranks, unless all ranks hold the same one; at most `limit` are shown, the
     others named. An object's own HTML is used unchanged, as in any notebook; all else is escaped.
     """
-    values = _distinct_values(parts)
+    return _render_html(_distinct_values(parts), world_ranks, limit)
+
+
+def render_previews_html(
+    parts: Iterable[tuple[Ranks, Preview]], world_ranks: Ranks, *, limit: int = MAX_SHOWN_HTML
+) -> str | None:
+    """Return previews that differ as HTML, as `render_values_html` does; None if none has HTML or an image."""
+    return _render_html([_DistinctValue(ranks, one, True) for ranks, one in parts], world_ranks, limit, hint="")
+
+
+def _render_html(
+    values: Sequence[_DistinctValue], world_ranks: Ranks, limit: int, hint: str = _ACCESS_HINT
+) -> str | None:
     everywhere = len(values) == 1 and values[0].ranks == tuple(world_ranks)
     # An image that all ranks share is sent to the front end as an image.
     html_forms = [value.preview.html or (None if everywhere else _image_html(value.preview)) for value in values]
@@ -139,9 +164,7 @@ def render_values_html(parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, lim
     if len(values) > limit:
         not_shown = values[limit:]
         holders = name_ranks(rank for value in not_shown for rank in value.ranks)
-        blocks.append(
-            f"{_LABEL_HTML}{html.escape(f'{_more_values_text(len(not_shown))} on {holders}; {_ACCESS_HINT}')}</div>"
-        )
+        blocks.append(f"{_LABEL_HTML}{html.escape(_more_values_text(len(not_shown), f' on {holders}', hint))}</div>")
     return "\n".join(blocks)
 
 
@@ -212,7 +235,7 @@ def _value_text(value: _DistinctValue, colour: bool) -> str:
     return text if value.identical else f"{text}  {_dim('(the ranks differ in what is not shown)', colour)}"
 
 
-def _render_blocks(entries: Sequence[tuple[Ranks, str]], limit: int, colour: bool) -> str:
+def _render_blocks(entries: Sequence[tuple[Ranks, str]], limit: int, colour: bool, hint: str) -> str:
     """Return one block per entry, prefixed with its ranks, with the texts in one column."""
     shown = entries[:limit]
     labels = [f"[{format_ranks(ranks)}] " for ranks, _ in shown]
@@ -222,12 +245,12 @@ def _render_blocks(entries: Sequence[tuple[Ranks, str]], limit: int, colour: boo
         for label, (_, text) in zip(labels, shown, strict=True)
     ]
     if len(entries) > limit:
-        blocks.append(f"… {_more_values_text(len(entries) - limit)}; {_ACCESS_HINT}")
+        blocks.append(f"… {_more_values_text(len(entries) - limit, '', hint)}")
     return "\n".join(blocks)
 
 
-def _more_values_text(count: int) -> str:
-    return f"{count:,} more distinct value{'' if count == 1 else 's'}"
+def _more_values_text(count: int, whose: str, hint: str) -> str:
+    return f"{count:,} more distinct value{'' if count == 1 else 's'}{whose}" + (f"; {hint}" if hint else "")
 
 
 def _dim(text: str, colour: bool) -> str:

@@ -93,11 +93,11 @@ class HostAgent:
         Args:
             folder: where the sockets are created; mode 0700.
             report: called with every report, from the loop.
-            mergeable: other hosts' output will be folded with ours.
+            mergeable: what a search of logs finds will be folded with other hosts'.
             place: in a mesh of several machines; None: it is on one.
         """
         self._loop, self._host, self._report = loop, host, report
-        self.hostname, self.ledger = sockets.gethostname(), HostLedger(mergeable=mergeable)
+        self.hostname, self.ledger = sockets.gethostname(), HostLedger()
         self._todo: deque[do.Instruction] = deque()
         self._is_carrying_out, self._processes = False, RankProcesses(loop)
         self._on_all_exited: Callable[[], None] | None = None

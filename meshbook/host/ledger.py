@@ -38,11 +38,10 @@ _OVERDUE_AFTER_S = 2 * HEARTBEAT_S
 class HostLedger:
     """The ranks of one host, their queues, and the calls that are open on them."""
 
-    def __init__(self, *, mergeable: bool) -> None:
-        """mergeable: other hosts' output will be folded with ours."""
+    def __init__(self) -> None:
         self.ranks: dict[int, RankRecord] = {}
         self.former_ranks: dict[int, RankRecord] = {}  # that have left the mesh
-        self.calls = OpenCalls(mergeable=mergeable)
+        self.calls = OpenCalls()
         self.stops = StopEscalation(self.ranks, self.calls)
         self.notices = PendingNotices(self.calls, self._fold)
         self.staged = StagedCommands(self.ranks, self.calls, self._dispatch_next)

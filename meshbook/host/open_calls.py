@@ -71,9 +71,7 @@ class OrphanOutput:
 class OpenCalls:
     """Opens calls, folds their output, and finishes each exactly once: when its last rank has an outcome."""
 
-    def __init__(self, *, mergeable: bool) -> None:
-        """mergeable: other hosts' output will be folded with ours."""
-        self._mergeable = mergeable
+    def __init__(self) -> None:
         self._calls: dict[str, PendingCall] = {}
         self._orphans: dict[str, OrphanOutput] = {}
 
@@ -235,7 +233,7 @@ class OpenCalls:
         return _report_output(orphan.call, items)
 
     def _folder(self, ranks: Ranks, folding: messages.Folding = "numbers") -> LineFolder:
-        return LineFolder(ranks, mergeable=self._mergeable, folding=folding)
+        return LineFolder(ranks, mergeable=True, folding=folding)
 
 
 def _report_output(call: str, items: Iterable[messages.FoldedItem]) -> Instructions:

@@ -116,17 +116,18 @@ class JupyterFrontEnd(FrontEnd):
     def __init__(self, kernel: Any, display_publisher: Any) -> None:
         super().__init__()
         self._kernel, self._display_publisher = kernel, display_publisher
-        self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._displays: OrderedDict[tuple[int, str], sink.PublishedDisplay] = OrderedDict()
         self._omitted_displays = sink.OmittedDisplays()
 
     def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
-        while len(self._display_ids) > _MAX_DISPLAY_IDS:
-            self._display_ids.popitem(last=False)
+        while len(self._displays) > _MAX_DISPLAY_IDS:
+            self._displays.popitem(last=False)
         return sink.CellSink(
             sink.jupyter_publisher(self._kernel),
             ranks,
-            display_ids=self._display_ids,
-            on_omitted=lambda shown: self._omitted_displays.add(number, shown),
+            displays=self._displays,
+            omitted=self._omitted_displays,
+            cell=number,
         )
 
     def show_note(self, text: str) -> None:

@@ -12,22 +12,23 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.fold import rendering
+from meshbook.fold.entries import without_ranks
 from meshbook.ids import Ranks, name_ranks
-from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
+from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, Preview, RankDisplay
 
 # Maximum number of different displays shown among those that ranks make at the same position of a cell.
 MAX_DISTINCT_DISPLAYS = 4
 # Seconds between two states of a progress bar; faster updates are not readable.
 LIVE_INTERVAL_S = 0.1
-# Number of recent lines and displays that are republished when other ranks clear their output.
+# Number of recent lines and displays that are published again when other ranks clear their output.
 _MAX_REPLAYED_ITEMS = 200
 
 _NUMBER = re.compile(r"\d[\d.,]*")
@@ -69,12 +70,16 @@ def note_content(text: str) -> dict[str, Any]:
 class CellSink:
     """Displays one call's output. Call it with folded items, in order; `close()` it when the call has ended.
 
+    Each rank has a frame of its own on the page: what it has printed and displayed since its last clear_output. When
+    ranks clear, the page is cleared, and what the frames of the others still have is published again.
+
     Args:
         publish: sends a message.
         ranks: the call's ranks; output that all of them share has no label.
-        display_ids: the front end's display ids by (rank, the rank's display id); the notebook stores them, because a
-            later cell may update an earlier one's display.
-        on_omitted: receives displays that are not shown.
+        displays: the displays on the page by (rank, the rank's display id); the notebook stores them, because a later
+            cell may update an earlier one's display.
+        omitted: stores displays that are not shown.
+        cell: the call's number in `omitted`.
     """
 
     def __init__(
@@ -82,44 +87,39 @@ class CellSink:
         publish: Publish,
         ranks: Ranks,
         *,
-        display_ids: dict[tuple[int, str], str] | None = None,
-        on_omitted: Callable[[RankDisplay], None] = lambda display: None,
+        displays: MutableMapping[tuple[int, str], PublishedDisplay] | None = None,
+        omitted: OmittedDisplays | None = None,
+        cell: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._publish, self._ranks, self._on_omitted, self._clock = publish, ranks, on_omitted, clock
-        self._display_ids = {} if display_ids is None else display_ids
+        self._publish, self._ranks, self._cell, self._clock = publish, ranks, cell, clock
+        self._omitted = OmittedDisplays() if omitted is None else omitted
+        self._displays: MutableMapping[tuple[int, str], PublishedDisplay] = {} if displays is None else displays
         self._lock = threading.RLock()
         self._progress = _ProgressBlock()
         self._progress_drawn_at = float("-inf")
         self._timer: threading.Timer | None = None
-        self._recent: deque[Line | RankDisplay] = deque(maxlen=_MAX_REPLAYED_ITEMS)
-        self._num_displays: dict[int, int] = {}  # number of displays that each rank has made
-        self._displays_by_index: dict[
-            int, list[_PublishedDisplay]
-        ] = {}  # index among a rank's displays -> the displays shown
+        self._text: list[str] = []  # of one stream, not published yet
+        self._text_stream = ""
+        self._recent: deque[Line | RankDisplay | PublishedDisplay] = deque(maxlen=_MAX_REPLAYED_ITEMS)
+        self._updated: dict[PublishedDisplay, None] = {}  # whose present content is not published yet
+        self._clearing: set[int] = set()  # ranks whose output is cleared when they show something next
+        self._num_displays: dict[int, int] = {}  # number of displays in each rank's frame
+        self._displays_by_index: dict[int, list[PublishedDisplay]] = {}  # by their index in the frames
         self._omitted_ranks: set[int] = set()  # ranks with omitted displays
 
     def __call__(self, items: Iterable[FoldedItem]) -> None:
         with self._lock:
-            text: list[str] = []
-            stream = ""
             for item in _in_rank_order(items):
-                if isinstance(item, Line) and (item.live or self._progress.has_live_line(item)):
-                    self._progress.apply(item)
-                    if item.live or self._progress.retained_last:
-                        continue
-                if text and not (isinstance(item, Line) and item.stream == stream):
-                    self._stream(stream, "".join(text))
-                    text.clear()
+                if not self._clearing.isdisjoint(item.ranks) and _is_new_output(item):
+                    self._clear(self._clearing & set(item.ranks), is_followed=True)
                 if isinstance(item, Line):
-                    stream = item.stream
-                    text.append(rendering.render_line(item, self._ranks) + item.end)
-                    self._recent.append(item)
+                    self._show_line(item)
                 else:
                     self._draw_progress(now=True)
                     self._show_item(item)
-            if text:
-                self._stream(stream, "".join(text))
+            self._publish_text()
+            self._publish_updates()
             self._draw_progress()
 
     def note(self, text: str) -> None:
@@ -131,93 +131,165 @@ class CellSink:
         """Draw pending output, and report omitted displays: the call has ended."""
         with self._lock:
             self._draw_progress(now=True)
+            for one in self._recent:
+                if isinstance(one, PublishedDisplay):
+                    one.contents.clear()
+            self._recent.clear()
             if self._omitted_ranks:
                 ranks = tuple(sorted(self._omitted_ranks))
                 self._omitted_ranks.clear()
                 what = f"what {name_ranks(ranks)} displayed differs and is not shown here"
                 self._publish("display_data", note_content(f"{what}; %mesh show {ranks[0]} shows it"))
 
+    # ---- text
+
+    def _show_line(self, line: Line) -> None:
+        if line.live or self._progress.has_live_line(line):
+            self._progress.apply(line)
+            if line.live or self._progress.retained_last:
+                return
+        self._retain(line)
+        self._add_text(line)
+
+    def _add_text(self, line: Line) -> None:
+        self._add_raw_text(line.stream, rendering.render_line(line, self._ranks) + line.end)
+
+    def _add_raw_text(self, stream: str, text: str) -> None:
+        if stream != self._text_stream:
+            self._publish_text()
+            self._text_stream = stream
+        self._text.append(text)
+
+    def _publish_text(self) -> None:
+        if self._text:
+            self._publish("stream", {"name": self._text_stream, "text": "".join(self._text)})
+            self._text.clear()
+
     # ---- displays
 
     def _show_item(self, shown: RankDisplay) -> None:
         item = shown.item
         match item:
-            case Notice(text=text):
-                self._stream("stderr", f"[meshbook] {text}\n")
+            case Notice():
+                self._retain(shown)
+                self._add_notice(item)
             case ClearOutput(wait=wait):
-                self._clear(set(shown.ranks), wait)
+                self._clearing.update(shown.ranks)
+                if not wait:
+                    self._clear(set(shown.ranks))
             case Display(update=True):
                 self._update(shown, item)
             case Display():
+                self._publish_text()
                 self._display(shown, item)
 
+    def _add_notice(self, notice: Notice) -> None:
+        self._add_raw_text("stderr", f"[meshbook] {notice.text}\n")
+
     def _display(self, shown: RankDisplay, item: Display) -> None:
-        index = max(self._num_displays.get(rank, 0) for rank in shown.ranks)
-        for rank in shown.ranks:
-            self._num_displays[rank] = index + 1
-        others = self._displays_by_index.setdefault(index, [])
-        content = msgspec.msgpack.encode([item.data, item.metadata, item.display_id])
-        same = next((other for other in others if other.content == content), None)
-        if same is not None:  # arrived later from other ranks; a figure takes time to be drawn
-            same.ranks = tuple(sorted({*same.ranks, *shown.ranks}))
-            if item.display_id is not None:
-                self._remember_id(shown.ranks, item.display_id, same.name)
-            self._publish("update_display_data", self._heading(same))
-            return
-        if len(others) >= MAX_DISTINCT_DISPLAYS:
+        """Show a display, joined with an equal one of other ranks at the same index of their frames."""
+        packed = msgspec.msgpack.encode([item.data, item.metadata, item.display_id])
+        digest = blake2b(packed, digest_size=16).digest()
+        others = self._displays_by_index.setdefault(self._take_index(shown.ranks), [])
+        published = next((other for other in others if other.digest == digest), None)
+        if published is not None:  # arrived later from other ranks; a figure takes time to be drawn
+            published.join(shown.ranks, item)
+            self._publish("update_display_data", self._heading(published))
+            self._updated[published] = None  # the others may have updated theirs
+        elif len(others) < MAX_DISTINCT_DISPLAYS:
+            name = item.display_id
+            if name is not None and shown.ranks != self._ranks:  # ranks may show different displays under one id
+                name = f"{name} {name_ranks(shown.ranks)}"
+            published = PublishedDisplay(digest, f"meshbook-{secrets.token_hex(8)}", name)
+            published.join(shown.ranks, item)
+            others.append(published)
+            self._publish_display(published)
+        else:
+            self._retain(shown)
             self._omitted_ranks.update(shown.ranks)
-            self._on_omitted(shown)
+            self._omitted.add(self._cell, shown)
             return
-        self._recent.append(shown)
-        others.append(self._send_display(shown, item, content))
-
-    def _send_display(self, shown: RankDisplay, item: Display, content: bytes = b"") -> _PublishedDisplay:
-        """Publish a display, below a heading with its ranks unless all ranks share it."""
-        published = _PublishedDisplay(shown.ranks, content, f"meshbook-{secrets.token_hex(8)}", item.display_id)
-        if shown.ranks != self._ranks:
-            if item.display_id is not None:  # ranks may show different displays under one id
-                published.name = f"{item.display_id} {name_ranks(shown.ranks)}"
-            self._publish("display_data", self._heading(published))
         if item.display_id is not None:
-            self._remember_id(shown.ranks, item.display_id, published.name)
-        self._publish("display_data", display_content(item, published.name))
-        return published
+            for rank in shown.ranks:
+                self._displays[rank, item.display_id] = published
 
-    def _heading(self, published: _PublishedDisplay) -> dict[str, Any]:
+    def _take_index(self, ranks: Iterable[int]) -> int:
+        """Return the index of the next display in the frames of these ranks."""
+        index = max(self._num_displays.get(rank, 0) for rank in ranks)
+        for rank in ranks:
+            self._num_displays[rank] = index + 1
+        return index
+
+    def _publish_display(self, published: PublishedDisplay) -> None:
+        """Publish a display, below a heading with its ranks unless all ranks share it."""
+        self._retain(published)
+        if published.ranks != self._ranks:
+            self._publish("display_data", self._heading(published))
+        self._publish("display_data", published.message(self._ranks))
+
+    def _heading(self, published: PublishedDisplay) -> dict[str, Any]:
         label = name_ranks(published.ranks)
         data = {"text/plain": f"{label}:", "text/html": _HEADING_HTML.format(label)}
         return {"data": data, "metadata": {}, "transient": {"display_id": published.heading}}
 
-    def _remember_id(self, ranks: Ranks, display_id: str, name: str | None) -> None:
-        for rank in ranks:
-            self._display_ids[rank, display_id] = name or display_id
-
     def _update(self, shown: RankDisplay, item: Display) -> None:
-        names = {self._display_ids.get((rank, item.display_id or "")) for rank in shown.ranks} - {None}
-        for name in sorted(filter(None, names)):
-            self._publish("update_display_data", display_content(item, name))
+        for rank in shown.ranks:
+            published = self._displays.get((rank, item.display_id or ""))
+            if published is not None and rank in published.ranks:  # not cleared since
+                published.contents[rank] = item
+                self._updated[published] = None
 
-    def _clear(self, ranks: set[int], wait: bool) -> None:
-        """Clear these ranks' output, and republish that of other ranks."""
-        remaining = (_without_ranks(item, ranks) for item in self._recent)
-        self._recent = replayed = deque((item for item in remaining if item is not None), self._recent.maxlen)
-        for rank in ranks:
-            self._num_displays.pop(rank, None)
-        if ranks >= set(self._ranks):
-            self._displays_by_index.clear()
-            self._omitted_ranks.clear()
+    def _publish_updates(self) -> None:
+        for published in self._updated:
+            if published.name is not None:
+                self._publish("update_display_data", published.message(self._ranks))
+        self._updated.clear()
+
+    # ---- clear_output
+
+    def _clear(self, ranks: set[int], *, is_followed: bool = False) -> None:
+        """Clear these ranks' frames, and publish again what those of other ranks have.
+
+        Args:
+            is_followed: output follows at once.
+        """
+        self._clearing -= ranks
+        self._text.clear()  # in `_recent` too
+        self._updated.clear()
+        remaining = list(filter(None, (_without_ranks(item, ranks) for item in self._recent)))
+        self._recent.clear()
+        self._num_displays.clear()
+        self._displays_by_index.clear()
+        self._omitted_ranks.clear()
+        self._omitted.discard(self._cell)
         self._progress.discard_ranks(ranks)
-        # Republished output follows immediately, so wait=True avoids flicker.
-        self._publish("clear_output", {"wait": bool(wait or replayed)})
-        for item in list(replayed):
-            if isinstance(item, Line):
-                self._stream(item.stream, rendering.render_line(item, self._ranks) + item.end)
-            elif isinstance(item.item, Display):
-                self._send_display(item, item.item)
+        # With `wait` the front end clears when something follows, which avoids flicker.
+        self._publish("clear_output", {"wait": bool(remaining) or is_followed})
+        for item in remaining:
+            match item:
+                case Line():
+                    self._retain(item)
+                    self._add_text(item)
+                case RankDisplay(item=Notice() as notice):
+                    self._retain(item)
+                    self._add_notice(notice)
+                case RankDisplay(item=Display() as display):  # omitted so far; there may be room now
+                    self._publish_text()
+                    self._display(item, display)
+                case PublishedDisplay():
+                    self._publish_text()
+                    self._displays_by_index.setdefault(self._take_index(item.ranks), []).append(item)
+                    self._publish_display(item)
+        self._publish_text()
         self._progress.display_cleared()
 
-    def _stream(self, name: str, text: str) -> None:
-        self._publish("stream", {"name": name, "text": text})
+    def _retain(self, item: Line | RankDisplay | PublishedDisplay) -> None:
+        """Retain output for `_clear`, in place of the oldest."""
+        if len(self._recent) == self._recent.maxlen:
+            oldest = self._recent.popleft()
+            if isinstance(oldest, PublishedDisplay):
+                oldest.contents.clear()
+        self._recent.append(item)
 
     # ---- progress bars: lines that are still being written
 
@@ -236,8 +308,11 @@ class CellSink:
             self._timer.cancel()
             self._timer = None
         self._progress_drawn_at = self._clock()
+        self._publish_text()
         kind, name, text = self._progress.render(self._ranks)
         self._publish(kind, {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": name}})
+        for line in self._progress.take_finished():
+            self._retain(line)
 
     def _draw_deferred(self) -> None:
         with self._lock:
@@ -245,21 +320,54 @@ class CellSink:
             self._draw_progress(now=True)
 
 
-@dataclass
-class _PublishedDisplay:
-    """A display on the page.
+class PublishedDisplay:
+    """A display on the page, of the ranks that made an equal one. Where they update it differently, it shows each.
 
     Attributes:
-        ranks: the ranks that made an equal display.
-        content: encoded content, compared for equality.
+        digest: of the content that it was made with.
         heading: display id of the heading above it.
         name: its own display id on the page; None: it cannot be updated.
+        ranks: the ranks that it is of.
+        contents: what they show there now, by rank. It is released when the call has ended; what is here then is what
+            ranks have updated since.
     """
 
-    ranks: Ranks
-    content: bytes
-    heading: str
-    name: str | None
+    def __init__(self, digest: bytes, heading: str, name: str | None) -> None:
+        self.digest, self.heading, self.name = digest, heading, name
+        self.ranks: Ranks = ()
+        self.contents: dict[int, Display] = {}
+
+    def join(self, ranks: Ranks, item: Display) -> None:
+        """Add ranks that made an equal display."""
+        self.ranks = tuple(sorted({*self.ranks, *ranks}))
+        self.contents.update(dict.fromkeys(ranks, item))
+
+    def leave(self, ranks: set[int]) -> None:
+        """Remove ranks that have cleared it."""
+        self.ranks = tuple(rank for rank in self.ranks if rank not in ranks)
+        for rank in ranks:
+            self.contents.pop(rank, None)
+
+    def message(self, call_ranks: Ranks) -> dict[str, Any]:
+        """Return the content of `display_data` or `update_display_data`."""
+        distinct = self._distinct_contents()
+        if len(distinct) == 1:
+            return display_content(distinct[0][1], self.name)
+        parts = [(ranks, _preview_of(item)) for ranks, item in distinct]
+        data = {"text/plain": rendering.render_previews(parts, call_ranks, colour=False)}
+        if (shown := rendering.render_previews_html(parts, call_ranks)) is not None:
+            data["text/html"] = shown
+        return display_content(Display(data), self.name)
+
+    def _distinct_contents(self) -> list[tuple[Ranks, Display]]:
+        """Return what ranks show, with the ranks, in their order."""
+        packed: dict[int, bytes] = {}  # by identity: ranks that showed it together share one
+        ranks_by_content: dict[bytes, list[int]] = {}
+        for rank, item in sorted(self.contents.items(), key=lambda one: one[0]):
+            if id(item) not in packed:
+                packed[id(item)] = msgspec.msgpack.encode([item.data, item.metadata])
+            ranks_by_content.setdefault(packed[id(item)], []).append(rank)
+        return [(tuple(ranks), self.contents[ranks[0]]) for ranks in ranks_by_content.values()]
 
 
 class OmittedDisplays:
@@ -276,6 +384,10 @@ class OmittedDisplays:
         self._entries.append((cell, shown, sum(len(part) for part in data.values() if isinstance(part, str | bytes))))
         while len(self._entries) > 1 and sum(num_bytes for _, _, num_bytes in self._entries) > self.MAX_BYTES:
             self._entries.popleft()
+
+    def discard(self, cell: int) -> None:
+        """Remove those of a cell: it has cleared its output."""
+        self._entries = deque(entry for entry in self._entries if entry[0] != cell)
 
     def for_ranks(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
         """Return these ranks' displays that the last cell with omitted displays left out, with the cell's number.
@@ -301,6 +413,7 @@ class _ProgressBlock:
         self.changed = False
         self.retained_last = False  # whether the last applied line stays in the block
         self._lines: list[Line] = []
+        self._finished: list[Line] = []  # of a block that is complete
         self._display_id: str | None = None  # display id of the block; None: not shown yet
 
     def has_live_line(self, line: Line) -> bool:
@@ -327,9 +440,8 @@ class _ProgressBlock:
             if not placed and same and line.text:
                 lines.append(line)
                 placed = True
-            remaining = tuple(rank for rank in other.ranks if rank not in updated_ranks)
-            if remaining:
-                lines.append(Line(remaining, other.stream, other.text, live=True))
+            if (remaining := without_ranks(other, updated_ranks)) is not None:
+                lines.append(remaining)
         if line.live and line.text and not placed:
             lines.append(line)
             placed = True
@@ -338,7 +450,12 @@ class _ProgressBlock:
         self._lines = lines
 
     def discard_ranks(self, ranks: set[int]) -> None:
-        self._lines = [line for line in self._lines if not set(line.ranks) <= ranks]
+        self._lines = [remaining for line in self._lines if (remaining := without_ranks(line, ranks)) is not None]
+
+    def take_finished(self) -> list[Line]:
+        """Return the lines of a block that is complete."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def display_cleared(self) -> None:
         """Redraw the remaining lines as a new display: the old one was cleared."""
@@ -359,7 +476,7 @@ class _ProgressBlock:
         self.changed = False
         self._display_id = name
         if not any(line.live for line in self._lines):
-            self._lines, self._display_id = [], None
+            self._finished, self._lines, self._display_id = self._lines, [], None
         return kind, name, text
 
 
@@ -367,6 +484,13 @@ def display_content(item: Display, display_id: str | None = None) -> dict[str, A
     """Return the content of `display_data` or `update_display_data`."""
     transient = {} if display_id is None else {"display_id": display_id}
     return {"data": dict(item.data), "metadata": dict(item.metadata), "transient": transient}
+
+
+def _is_new_output(item: FoldedItem) -> bool:
+    """Whether an item is what `clear_output(wait=True)` waits for."""
+    if isinstance(item, Line):
+        return True
+    return not isinstance(item.item, ClearOutput) and not (isinstance(item.item, Display) and item.item.update)
 
 
 def _in_rank_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
@@ -405,10 +529,18 @@ def _same_up_to_number(row: str, finished: str) -> bool:
     return head == other_head and tail == other_tail
 
 
-def _without_ranks(item: Line | RankDisplay, ranks: set[int]) -> Line | RankDisplay | None:
-    remaining = tuple(rank for rank in item.ranks if rank not in ranks)
-    if not remaining:
-        return None
+def _without_ranks(
+    item: Line | RankDisplay | PublishedDisplay, ranks: set[int]
+) -> Line | RankDisplay | PublishedDisplay | None:
     if isinstance(item, Line):
-        return item if remaining == item.ranks else Line(remaining, item.stream, item.text, end=item.end)
-    return item if remaining == item.ranks else RankDisplay(remaining, item.item)
+        return without_ranks(item, ranks)
+    if isinstance(item, PublishedDisplay):
+        item.leave(ranks)
+        return item if item.ranks else None
+    remaining = tuple(rank for rank in item.ranks if rank not in ranks)
+    return RankDisplay(remaining, item.item) if remaining else None
+
+
+def _preview_of(item: Display) -> Preview:
+    data = dict(item.data)
+    return Preview("object", "", str(data.pop("text/plain", "")), html=data.pop("text/html", None), data=data)

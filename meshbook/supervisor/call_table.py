@@ -144,6 +144,7 @@ class CallTable:
         if len(self._ranks.hosts) > 1:
             merger = FoldMerger(
                 {host: tuple(rank for rank in ranks if self._ranks.host_of(rank) == host) for host in hosts},
+                mergeable=True,
                 folding=folding,
             )
         output = CallOutputStream(call_id, client, merger, self._monitoring.call_printed)

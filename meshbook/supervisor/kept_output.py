@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from meshbook.fold.entries import without_ranks
 from meshbook.fold.truncation import Truncation
 from meshbook.ids import CallId, Ranks, format_ranks
 from meshbook.wire.messages import (
@@ -38,6 +39,7 @@ MAX_CELL_BYTES = 2 << 20  # of one cell: some 5,000 lines, more than a page scro
 MAX_BYTES = 16 << 20  # of all cells; the supervisor itself takes 20 MiB
 # Memory of an item besides its text: a decoded line with four ranks took 382 bytes by tracemalloc, as the tests look.
 ITEM_BYTES = 380
+_NUMBER_BYTES = 60  # a short text in a tuple
 # Seconds before a client was gone whose output it may not have shown any more.
 UNSHOWN_S = 2.0
 # Values and errors of one cell; of larger ones only texts are kept. They leave half of a cell's room to its lines.
@@ -64,6 +66,7 @@ class _Cell:
         self._live: list[Line] = []
         self._dropped = Truncation()
         self._cleared_next: set[int] = set()  # ranks that made clear_output(wait=True) since the last item
+        self._has_cleared = False  # whether a rank has ever cleared its output: others' lines may lose its numbers
 
     @property
     def has_content(self) -> bool:
@@ -77,13 +80,14 @@ class _Cell:
         for item in items:
             if type(item) is Line and not (item.live or self._live or self._cleared_next):  # as nearly all items are
                 self.num_lines += 1
-                self._append(item, len(item.text) + 1, now)
+                self._append_line(item, now)
             else:
                 self._add(item, now)
 
     def _add(self, item: FoldedItem, now: float) -> None:
         if isinstance(item, RankDisplay) and isinstance(item.item, ClearOutput):
             self._cleared_next.update(item.ranks)
+            self._has_cleared = True
             if not item.item.wait:
                 self._clear()
             return
@@ -103,7 +107,7 @@ class _Cell:
         """Record the end. Bars that stand still are lines from now on."""
         live, self._live = self._live, []
         for line in live:
-            self._append(msgspec.structs.replace(line, live=False), len(line.text), now)
+            self._append_line(msgspec.structs.replace(line, live=False), now)
         outcomes = _bounded_parts(finished.outcomes)
         self.num_bytes += sum(map(_part_bytes, outcomes))
         self.finished = msgspec.structs.replace(finished, outcomes=outcomes, items=(), rank_seconds=None)
@@ -154,17 +158,26 @@ class _Cell:
         self.num_bytes += num_bytes
         return key
 
+    def _append_line(self, line: Line, now: float) -> None:
+        num_bytes = len(line.text) + 1
+        if line.varying_numbers:
+            if self._has_cleared:
+                num_bytes += len(line.first_text) + sum(_NUMBER_BYTES * len(one.texts) for one in line.varying_numbers)
+            else:  # as nearly all cells: the numbers of each rank would take more room than the line
+                line = Line(line.ranks, line.stream, line.text, end=line.end)
+        self._append(line, num_bytes, now)
+
     def _add_line(self, line: Line, now: float) -> None:
         """Add a line, or the state of one that is still being written, by the rules of `fold.lines`."""
         if self._live:
             self._live = [
-                msgspec.structs.replace(other, ranks=remaining) if remaining != other.ranks else other
+                remaining
                 for other in self._live
-                if (remaining := _without(other.ranks, line.ranks if other.stream == line.stream else ()))
+                if (remaining := without_ranks(other, line.ranks if other.stream == line.stream else ()))
             ]
         if not line.live:
             self.num_lines += 1
-            self._append(line, len(line.text) + 1, now)
+            self._append_line(line, now)
         elif line.text:
             self._live.append(line)
 
@@ -199,18 +212,19 @@ class _Cell:
             self.num_lines = 0
             return
         for key, (item, num_bytes, sent_at) in list(self._items.items()):
-            if remaining := _without(item.ranks, ranks):
-                self._items[key] = (msgspec.structs.replace(item, ranks=remaining), num_bytes, sent_at)
+            if isinstance(item, Line):
+                remaining: FoldedItem | None = without_ranks(item, ranks)
+            else:
+                others = _without(item.ranks, ranks)
+                remaining = msgspec.structs.replace(item, ranks=others) if others else None
+            if remaining is not None:
+                self._items[key] = (remaining, num_bytes, sent_at)
             else:
                 del self._items[key]
                 self.displays.pop(key, None)
                 self.num_bytes -= num_bytes
                 self.num_lines -= isinstance(item, Line)
-        self._live = [
-            msgspec.structs.replace(line, ranks=remaining)
-            for line in self._live
-            if (remaining := _without(line.ranks, ranks))
-        ]
+        self._live = [remaining for line in self._live if (remaining := without_ranks(line, ranks))]
 
 
 class KeptOutput:

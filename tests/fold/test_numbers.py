@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshbook.fold.entries import line_of_fold, without_ranks
 from meshbook.fold.numbers import MAX_VARYING, FoldMember, fold, fold_texts, live_template_of, make_member, template_of
+from meshbook.wire.messages import Line
 
 
 @pytest.mark.parametrize(
@@ -104,3 +106,26 @@ def test_folding_in_two_steps_is_folding_at_once(showing, rows, data):
         varying = {one.position: one.texts for one in part.varying}
         halves.append(FoldMember(part.ranks, lead, template_of(lead).numbers, varying))
     assert fold(halves, showing) == flat
+
+
+@given(rows=st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=2, max_size=8), data=st.data())
+def test_a_line_without_some_ranks_is_what_the_others_wrote(rows, data):
+    texts = ["{} of {} s".format(*row) for row in rows]
+    if len({template_of(text).key for text in texts}) > 1:
+        return
+    members = [make_member((rank,), text) for rank, text in enumerate(texts)]
+    gone = data.draw(st.sets(st.integers(0, len(texts) - 1), max_size=len(texts) - 1))
+    others = [one for one in members if one.ranks[0] not in gone]
+    whole, rest = fold(members), fold(others) or fold(others, "short")
+    if whole is None:  # shown line by line
+        return
+    assert rest is not None
+    remaining = without_ranks(line_of_fold(whole, "stdout", mergeable=True), gone)
+    assert remaining == line_of_fold(rest, "stdout", mergeable=True)
+
+
+def test_a_line_without_all_of_its_ranks_is_none_and_one_without_others_is_the_same():
+    line = Line((0, 2), "stderr", "no numbers", end="")
+    assert without_ranks(line, (0, 1, 2)) is None
+    assert without_ranks(line, (1,)) is line
+    assert without_ranks(line, (0,)) == Line((2,), "stderr", "no numbers", end="")

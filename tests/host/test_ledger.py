@@ -34,7 +34,7 @@ class Host:
     """A ledger, and an agent that notes what it would do, on a clock that the test turns."""
 
     def __init__(self, size: int = 2, *, ready: bool = True) -> None:
-        self.ledger, self.now = HostLedger(mergeable=False), 100.0
+        self.ledger, self.now = HostLedger(), 100.0
         self.done: list[tuple[float, do.Instruction]] = []
         self.alarms: list[tuple[float, int, Callable[[float], do.Instructions]]] = []
         self.stopped_processes = set[int]()  # what /proc would say

@@ -13,7 +13,7 @@ HERE, THERE = SharedBuffer(9, 4, 4096, 70_000, "b.1"), SharedBuffer(7, 3, 4096, 
 
 
 def two_ranks() -> HostLedger:
-    ledger = HostLedger(mergeable=True)
+    ledger = HostLedger()
     ledger.start(messages.StartRanks(messages.MeshSpec(axes={"rank": 2}), (0, 1), world_size=2, host_ranks=(0, 1)))  # type: ignore[arg-type]
     for rank in (0, 1):
         ledger.socket_ready(rank, work=True, device="cpu", now=0.0)

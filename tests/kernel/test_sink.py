@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from meshbook.errors import UsageError
-from meshbook.kernel.sink import CellSink, OmittedDisplays
-from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay
+from meshbook.fold.lines import LineFolder
+from meshbook.kernel.sink import CellSink, OmittedDisplays, PublishedDisplay
+from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay, Text
 from tests.kernel.frontend import strip_ansi
 
 ALL = (0, 1)
@@ -20,8 +21,8 @@ class Page:
     def __init__(self, ranks: tuple[int, ...] = ALL) -> None:
         self.now = 0.0
         self.messages: list[tuple[str, dict[str, Any]]] = []
-        self.kept: list[RankDisplay] = []
-        self.sink = CellSink(self._publish, ranks, on_omitted=self.kept.append, clock=lambda: self.now)
+        self.omitted = OmittedDisplays()
+        self.sink = CellSink(self._publish, ranks, omitted=self.omitted, cell=3, clock=lambda: self.now)
 
     def _publish(self, kind: str, content: dict[str, Any], /) -> None:
         self.messages.append((kind, content))
@@ -29,11 +30,16 @@ class Page:
     def text(self) -> str:
         """Streams and displays as they read at the end, updates in place."""
         shown: list[tuple[str | None, str]] = []
+        clears_next = False
         for kind, content in self.messages:
-            if kind == "stream":
-                shown.append((None, content["text"]))
-            elif kind == "clear_output":
+            if clears_next and kind != "update_display_data":
                 shown.clear()
+                clears_next = False
+            if kind == "stream":
+                shown.append((None, strip_ansi(content["text"])))
+            elif kind == "clear_output":
+                clears_next = content["wait"]
+                shown = shown if clears_next else []
             else:
                 name, text = content["transient"].get("display_id"), content["data"]["text/plain"]
                 if kind == "display_data":
@@ -178,7 +184,7 @@ def test_of_many_different_displays_four_are_shown_and_the_others_are_kept_and_n
     page.sink.close()
     assert "figure 3" in page.text()
     assert "figure 4" not in page.text()
-    assert [display.ranks for display in page.kept] == [(4,), (5,)]
+    assert [display.ranks for _, display in page.omitted.for_ranks(ranks)] == [(4,), (5,)]
     assert "ranks 4-5" in page.text()
     assert "%mesh show 4" in page.text()
 
@@ -221,9 +227,116 @@ def test_when_all_ranks_clear_their_output_the_page_is_empty() -> None:
     assert page.text() == "c\n"
 
 
+def clear(*ranks: int, wait: bool = True) -> RankDisplay:
+    return RankDisplay(ranks or ALL, ClearOutput(wait))
+
+
 def test_when_one_rank_clears_its_output_the_others_is_still_there() -> None:
     page = Page()
-    page.sink((line("ours"), line("mine", (0,)), line("theirs", (1,)), RankDisplay((0,), ClearOutput())))
-    assert "theirs" in page.text()
-    assert "mine" not in page.text()
-    assert "ours" in page.text()
+    page.sink((line("ours"), line("mine", (0,)), line("theirs", (1,)), clear(0, wait=False)))
+    assert page.text() == "[1] ours\n[1] theirs\n"
+
+
+def test_a_page_that_is_to_be_cleared_with_the_next_output_stays_until_then() -> None:
+    page = Page()
+    page.sink((line("of 0", (0,)), line("of 1", (1,)), clear(wait=True)))
+    assert page.text() == "[0] of 0\n[1] of 1\n"
+    page.sink((line("new", (1,)),))
+    assert page.text() == "[0] of 0\n[1] new\n"
+    page.sink.close()
+    assert page.text() == "[0] of 0\n[1] new\n"
+
+
+def test_each_ranks_last_picture_is_there_also_where_ranks_clear_one_after_the_other() -> None:
+    ranks = (0, 1, 2, 3)
+    page = Page(ranks)
+    for step in range(5):
+        for rank in (2, 0, 3, 1):
+            page.sink((clear(rank), line(f"step {step}", (rank,)), shown(f"figure {step}.{rank}", (rank,))))
+    page.sink.close()
+    text = page.text()
+    assert sorted(row for row in text.splitlines() if "figure" in row) == [f"figure 4.{rank}" for rank in ranks]
+    assert sorted(row for row in text.splitlines() if "step" in row) == [f"[{rank}] step 4" for rank in ranks]
+    assert "not shown" not in text
+
+
+def test_a_display_that_was_left_out_is_shown_once_there_is_room() -> None:
+    ranks = tuple(range(6))
+    page = Page(ranks)
+    page.sink(tuple(shown(f"figure {rank}", (rank,)) for rank in ranks))
+    page.sink((clear(0, 1), line("done", (0, 1))))
+    page.sink.close()
+    assert [row for row in page.text().splitlines() if "figure" in row] == [f"figure {rank}" for rank in (2, 3, 4, 5)]
+    with pytest.raises(UsageError, match="shown already"):
+        page.omitted.for_ranks(ranks)
+
+
+def test_a_line_of_several_ranks_loses_the_numbers_of_one_that_clears() -> None:
+    page = Page((0, 1, 2))
+    folded = LineFolder((0, 1, 2), mergeable=True)
+    for rank, loss in enumerate(("2.5", "97.0", "2.5")):
+        folded.feed(rank, [Text("stdout", f"loss {loss}\n")], 0.0)
+    page.sink(folded.flush(1.0))
+    assert "97.0" in page.text()
+    page.sink((clear(1), line("next", (1,))))
+    assert page.text() == "[0,2] loss 2.5\n[1] next\n"
+
+
+def test_an_equal_display_of_a_rank_that_came_later_stays_when_the_first_one_clears() -> None:
+    page = Page((0, 1, 2))
+    page.sink((shown("figure", (1,)),))
+    page.sink((shown("figure", (0, 2)),))
+    page.sink((clear(1), line("next", (1,))))
+    assert page.text() == "ranks 0,2:\nfigure\n[1] next\n"
+
+
+def test_a_finished_bar_and_a_notice_of_ranks_that_have_not_cleared_stay() -> None:
+    page = Page()
+    page.sink((bar("50%|#| 1/2", (1,)), RankDisplay((1,), Notice("cut short"))))
+    page.now = 1.0
+    page.sink((line("100%|##| 2/2", (1,), stream="stderr"),))
+    page.now = 2.0
+    page.sink((line("x", (0,)), clear(0), line("next", (0,))))
+    page.sink.close()
+    assert sorted(page.text().splitlines()) == ["[0] next", "[1] 100%|##| 2/2", "[meshbook] cut short"]
+
+
+def test_a_display_that_ranks_update_differently_shows_each() -> None:
+    page = Page()
+    page.sink((shown("start", display_id="x"), line("after")))
+    page.sink((shown("loss 2", (0,), display_id="x", update=True), shown("loss 3", (1,), display_id="x", update=True)))
+    assert page.text() == "[0] loss 2\n[1] loss 3\nafter\n"
+    page.sink((shown("end", ALL, display_id="x", update=True),))
+    assert page.text() == "end\nafter\n"
+
+
+def test_pictures_that_ranks_update_differently_are_one_above_the_other() -> None:
+    page = Page()
+    page.sink((shown("start", display_id="x"),))
+    for rank in ALL:
+        data = {"text/plain": "<Figure>", "image/png": f"png{rank}"}
+        page.sink((RankDisplay((rank,), Display(data, display_id="x", update=True)),))
+    kind, content = page.messages[-1]
+    assert kind == "update_display_data"
+    html = content["data"]["text/html"]
+    assert html.index("rank 0") < html.index("png0") < html.index("rank 1") < html.index("png1")
+
+
+def test_an_update_from_a_later_call_shows_each_ranks_own_too() -> None:
+    displays: dict[tuple[int, str], PublishedDisplay] = {}
+    messages: list[dict[str, Any]] = []
+    for items in (
+        [shown("start", display_id="x")],
+        [shown("of 0", (0,), display_id="x", update=True), shown("of 1", (1,), display_id="x", update=True)],
+    ):
+        sink = CellSink(lambda _, content: messages.append(content), ALL, displays=displays)
+        sink(items)
+        sink.close()
+    assert messages[-1]["data"]["text/plain"] == "[0] of 0\n[1] of 1"
+
+
+def test_an_update_of_a_display_that_its_rank_has_cleared_has_no_effect() -> None:
+    page = Page()
+    page.sink((shown("start", display_id="x"), clear(0), line("next", (0,))))
+    page.sink((shown("late", (0,), display_id="x", update=True),))
+    assert page.text() == "rank 1:\nstart\n[0] next\n"

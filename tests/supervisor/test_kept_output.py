@@ -29,6 +29,7 @@ from meshbook.wire.messages import (
     RankDisplay,
     RankError,
     Value,
+    VaryingNumber,
 )
 
 RANKS = (0, 1)
@@ -149,6 +150,15 @@ def test_what_all_ranks_clear_is_not_kept_and_with_wait_once_something_follows()
     kept.printed(call, (clear(),), 0.0)
     assert texts(kept.of().items) == []
     assert kept.num_bytes == 0
+
+
+def test_what_one_rank_clears_takes_its_numbers_out_of_lines_that_others_share() -> None:
+    kept = Kept()
+    numbers = (VaryingNumber(0, ("4", "2")),)
+    folded = line("step {4, 2} of 5", first_text="step 4 of 5", varying_numbers=numbers)
+    kept.cell(clear(0, 1, wait=True), folded, clear(0, wait=True), line("step 5 of 5", 0))
+    lines = [item for item in kept.of().items if isinstance(item, Line)]
+    assert [(one.ranks, one.text) for one in lines] == [((1,), "step 2 of 5"), ((0,), "step 5 of 5")]
 
 
 def test_what_one_rank_clears_the_others_keep() -> None:

@@ -57,8 +57,8 @@ class Line(Struct, tag="line", frozen=True, gc=False, omit_defaults=True):
     text: str
     live: bool = False  # state of an unfinished line, such as a progress bar; replaces these ranks' earlier live lines
     end: str = "\n"  # "" where the last line of a cell had no line end
-    first_text: str = ""  # the line as its first rank wrote it, if numbers differ; host to supervisor only
-    # the differing numbers, so that lines of several hosts fold exactly; host to supervisor only
+    first_text: str = ""  # the line as its first rank wrote it, if numbers differ
+    # the differing numbers, so that lines of several hosts fold exactly, and some ranks' part can be taken out
     varying_numbers: tuple[VaryingNumber, ...] = ()
 
 
