@@ -10,6 +10,7 @@ from meshbook.host.instructions import Instructions, SendService, SignalRank
 from meshbook.host.logring import LogRing
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome
+from meshbook.wire.stop_timing import STOP_SIGNAL
 
 HEARTBEAT_S = 1.0
 
@@ -69,6 +70,10 @@ class RankRecord:
             return [SendService(self.rank, body)]
         self.service_backlog.append(body)
         return []
+
+    def to_stop(self) -> Instructions:
+        """Send the signal that interrupts what it runs. Before its handler is installed, it would end the process."""
+        return self.to_signal(STOP_SIGNAL) if self.service_ready else []
 
     def to_signal(self, number: int) -> Instructions:
         """Send a signal, if there is a process to send it to."""

@@ -46,7 +46,7 @@ _LOOK_AGAIN_S = 0.25
 
 
 class StopAction(enum.Enum):
-    INTERRUPT = "SIGINT, and SIGCONT to a stopped process"
+    INTERRUPT = "STOP_SIGNAL, and SIGCONT to a stopped process"
     ABORT = "have the service thread abort the groups"
     REPORT_STUCK = "report the ranks that have not returned, and why"
     KILL = "SIGKILL"
@@ -60,7 +60,7 @@ class StopStep(NamedTuple):
 _REPEATS = tuple(StopStep(delay_s, StopAction.INTERRUPT) for delay_s in SIGINT_REPEATS_S)
 
 # Later steps of a first Stop and of a second one, in order of time. `StopEscalation.interrupt` takes the step at 0:
-# SIGINT, and with a second Stop the groups are aborted.
+# STOP_SIGNAL, and with a second Stop the groups are aborted.
 FIRST_STOP = (
     *_REPEATS[:2],
     StopStep(ABORT_AFTER_S, StopAction.ABORT),
@@ -122,7 +122,7 @@ class StopEscalation:
                 targets.append((record, record.running))
                 # By its id, which also works before the rank has read the command from its socket; and by a signal,
                 # which needs no service thread that is able to run.
-                todo += [*_interrupt_by_id(record), *record.to_signal(signal.SIGINT)]
+                todo += [*_interrupt_by_id(record, hard=command.hard), *record.to_stop()]
         stop = Stop(now, tuple(targets))
         todo.append(self._continue_stopped(stop, tuple(record.rank for record, _ in targets)))
         if command.hard:
@@ -162,7 +162,7 @@ class StopEscalation:
                 # because this host stood still, would end the user's clean-up; what names the call does not.
                 is_late = now - stop.began_at > SIGINT_DEBOUNCE_S - _TRANSIT_S
                 for record in records:
-                    todo += _interrupt_by_id(record) if is_late else record.to_signal(signal.SIGINT)
+                    todo += _interrupt_by_id(record) if is_late else record.to_stop()
                 todo += [self._continue_stopped(stop, ranks), InspectProcesses(ranks, stop.note)]
             case StopAction.ABORT:
                 for record in records:
@@ -229,10 +229,14 @@ class StopEscalation:
         return {call: tuple(group) for call, group in found.items()}
 
 
-def _interrupt_by_id(record: RankRecord) -> Instructions:
-    """Have a rank's service thread interrupt the call that the rank runs, if nothing has interrupted that yet."""
+def _interrupt_by_id(record: RankRecord, *, hard: bool = False) -> Instructions:
+    """Have a rank's service thread interrupt the call that the rank runs, if nothing has interrupted that yet.
+
+    Args:
+        hard: a second Stop.
+    """
     assert record.running is not None
-    one = messages.Interrupt(ranks=(record.rank,), target=CallId(record.running.call))
+    one = messages.Interrupt(ranks=(record.rank,), target=CallId(record.running.call), hard=hard)
     return record.to_service(codec.encode_body(one))
 
 

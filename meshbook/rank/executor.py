@@ -32,6 +32,7 @@ from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.recording.door import RecordingDoor
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.resharding.door import ReshardingDoor
+from meshbook.rank.started_processes import StartedProcesses
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
@@ -63,7 +64,9 @@ class Executor:
         checkpoints: CheckpointDoor,
         preemption: PreemptionPoint,
         sentinel: SentinelDoor,
+        started: StartedProcesses,
     ) -> None:
+        self._started = started
         self._checkpoints, self._preemption, self._sentinel = checkpoints, preemption, sentinel
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
@@ -118,6 +121,7 @@ class Executor:
         label = getattr(command, "label", "")
         self._crash_log.clear()
         self._preemption.begin(command.call)
+        self._started.begin_call(command.call)
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()
         try:

@@ -1,10 +1,11 @@
 """SIGINT on a rank: KeyboardInterrupt in user code, and nowhere else.
 
 A rank inherits "ignore SIGINT" from the processes that started it, in a Ray cluster "block SIGINT" too, and a
-KeyboardInterrupt between two lines of Meshbook would leave an inconsistent state. So Meshbook's own handler is always
-installed, and raises only while it is armed. However, a SIGINT does not identify its target, and one that arrives
-before the work begins is lost. So an interrupt is also sent with the id of its call (`interrupt_call`). Does not depend
-on cells or messages.
+KeyboardInterrupt between two lines of Meshbook would leave an inconsistent state. So Meshbook's own handler is
+installed at the beginning of each call, and raises only while it is armed. The host's signal is STOP_SIGNAL, which
+nobody else handles: its handler decides once for each Stop, also where user code handles SIGINT itself. Then that gets
+one SIGINT. However, a signal does not identify its target, and one that arrives before the work begins is lost. So an
+interrupt is also sent with the id of its call (`interrupt_call`). Does not depend on cells or messages.
 
 Nor does it raise inside the few functions that must complete, such as `Condition.__enter__` and the start of a child
 (`wire/interrupt_points`). Then a short-lived thread sends a signal to have the handler called again, until they are
@@ -24,7 +25,7 @@ from typing import Any
 
 from meshbook.clock import monotonic, sleep
 from meshbook.wire.interrupt_points import PostponedInterrupt
-from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
+from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S, STOP_SIGNAL
 
 # The signal that wakes the main thread for `interrupt_call`. Nothing else uses it, so it is never taken for a SIGINT.
 _CALL_SIGNAL = signal.SIGRTMAX - 3
@@ -42,7 +43,7 @@ class InterruptGate:
 
     Attributes:
         call_id: of the call on the main thread, as passed to `interrupt_call`; None between calls.
-        num_raised: how many SIGINTs became a KeyboardInterrupt.
+        num_raised: how many interrupts became a KeyboardInterrupt.
         num_missed: how many arrived when nothing could be interrupted, or repeated the same interrupt.
     """
 
@@ -61,6 +62,7 @@ class InterruptGate:
         self._pid = 0  # of the process that it is installed in; a child of it may have inherited this gate
         self._handlers: dict[int, Any] = {
             signal.SIGINT: self._on_sigint,
+            STOP_SIGNAL: self._on_sigint,
             _CALL_SIGNAL: self._on_call_signal,
             _RETRY_SIGNAL: self._on_retry,
         }
@@ -98,7 +100,7 @@ class InterruptGate:
             self._raised_at = float("-inf")
             self._postponed.clear()
             if self._previous_handlers:
-                # Replace handlers that user code has left: a rank must remain interruptible.
+                # A handler of user code is for its call, as in Jupyter: a rank must remain interruptible.
                 for number, handler in self._handlers.items():
                     if signal.getsignal(number) != handler:
                         signal.signal(number, handler)
@@ -145,6 +147,15 @@ class InterruptGate:
         self._armed = True
         if self._is_sigint_pending or self._is_interrupt_requested():
             self._is_sigint_pending = False
+            self._raise_interrupt()
+
+    def raise_postponed(self) -> None:
+        """Raise an interrupt that is still to be tried again. Call it after user code, while the gate is armed.
+
+        Raises:
+            KeyboardInterrupt: there is one.
+        """
+        if self._postponed.is_pending:
             self._raise_interrupt()
 
     def disarm(self) -> None:
@@ -203,7 +214,7 @@ class InterruptGate:
             frame = frame.f_back  # the frame below the handler that was interrupted
         self._is_deciding = True
         try:
-            is_postponed = os.getpid() == self._pid and self._postponed.try_again(frame)
+            is_postponed = not self._is_users() and os.getpid() == self._pid and self._postponed.try_again(frame)
         finally:
             self._is_deciding = False
         if is_postponed:
@@ -214,16 +225,23 @@ class InterruptGate:
         else:
             self._raise_interrupt()
 
+    def _is_users(self) -> bool:
+        """Whether user code handles SIGINT in this call."""
+        return bool(self._previous_handlers) and signal.getsignal(signal.SIGINT) != self._on_sigint
+
     def _retry_soon(self) -> None:
         sleep(_RETRY_S)
         if self._postponed.is_pending and signal.getsignal(_RETRY_SIGNAL) == self._on_retry:
             signal.pthread_kill(threading.main_thread().ident or 0, _RETRY_SIGNAL)
 
     def _raise_interrupt(self) -> None:
-        self.num_raised += 1
         self._postponed.clear()
         self._interrupted_call = self.call_id
         self._raised_at = _running_clock()
+        if self._is_users():
+            signal.raise_signal(signal.SIGINT)  # its handler is called here, and may raise
+            return
+        self.num_raised += 1
         raise KeyboardInterrupt
 
 

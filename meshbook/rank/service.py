@@ -71,7 +71,7 @@ class Service:
         reporter: Reporter,
         snapshotter: Snapshotter,
         query_handlers: Mapping[type, Callable[[Any], Any]],
-        interrupt_call: Callable[[CallId], None],
+        interrupt_call: Callable[[CallId, bool], None],
         leave_debugger: Callable[[messages.LeaveDebugger], None],
         running_file: Callable[[], str | None],
         checkpoints: CheckpointDoor,
@@ -83,6 +83,7 @@ class Service:
         Args:
             query_handlers: by message type, the function that answers it with the content of a `RankReply`.
             interrupt_call: interrupts this call, even if the main thread has not begun it yet; never the one after it.
+                Also called with whether it is a second Stop.
             running_file: returns the file name of the running cell.
         """
         self._context, self._config, self._device, self._state = context, config, device, state
@@ -212,8 +213,8 @@ class Service:
             self._send(messages.RankReply(rank=self._config.rank, call=query.call, content=answered))
             return
         match command:
-            case messages.Interrupt(target=target) if target is not None:
-                self._interrupt_call(target)
+            case messages.Interrupt(target=target, hard=hard) if target is not None:
+                self._interrupt_call(target, hard)
             case messages.LeaveDebugger():
                 self._leave_debugger(command)
             case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=about):

@@ -73,6 +73,16 @@ def forks_of(pid: int) -> list[int]:
     return found
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process; empty on a system that does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
+            found += [int(child) for child in children.split()]
+    return found
+
+
 def is_on_other_host(process: ProcessIdentity) -> bool:
     """Whether the process belongs to another machine, so that its state is unknown here."""
     return process.boot_id != boot_id() and process.host != socket.gethostname()

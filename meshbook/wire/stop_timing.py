@@ -8,10 +8,12 @@ supervisor, to the hosts of the call's ranks. Times count from there.
 | 0               | controller | SIGCONT to a stopped supervisor             | the supervisor is stopped         |
 | 0               | host       | removes the call from a rank's queue        | the call is queued                |
 | 0               | host       | sends the call's id to the service thread   | the call has not begun            |
-| 0               | host       | SIGINT                                      | sleeps, computes, waits in Python |
+| 0               | host       | STOP_SIGNAL, which raises KeyboardInterrupt | sleeps, computes, waits in Python |
+| 0               | rank       | SIGINT to the processes that the call has   | waits for a process               |
+|                 |            | started                                     |                                   |
 | 0               | host       | then SIGCONT, if the process is stopped     | is stopped (SIGSTOP, SIGTSTP)     |
 | SIGINT_REPEATS_S| host       | both signals again                          | was between two calls             |
-| WAIT_SLICE_S    | rank       | leaves the wait in C++ and gets the SIGINT  | waits in a collective             |
+| WAIT_SLICE_S    | rank       | leaves the wait in C++ and gets the signal  | waits in a collective             |
 | ABORT_AFTER_S   | host       | has the service thread abort the groups     | still waits in a collective       |
 | + DEVICE_STUCK_S| rank       | aborts groups on NCCL, whose oldest         | waits for the device, behind a    |
 |                 |            | collective has not ended for so long        | collective                        |
@@ -27,6 +29,7 @@ INTERRUPT_DEBOUNCE_S count as one.
 | at              | by         | action                                      | ends the state                    |
 | --------------- | ---------- | ------------------------------------------- | --------------------------------- |
 | 0               | host       | as at the first, and aborts the groups      |                                   |
+| 0               | rank       | SIGKILL to processes that ignored SIGINT    | waits for a process               |
 | KILL_AFTER_S    | host       | SIGKILL                                     | has not returned                  |
 | KILL_STARVED_...| host       | SIGKILL                                     | has not returned, and waited for  |
 |                 |            |                                             | a processor nearly all the time   |
@@ -39,8 +42,13 @@ module knows no processes and no messages.
 
 from __future__ import annotations
 
+import signal
 from typing import Final
 
+# What a host sends a rank to interrupt it. Not SIGINT: user code may handle that, and would be called each time. Linux
+# itself sends this signal to nobody. It must be handled before SIGSTOP, by a rank that stops itself again and again, so
+# it must have a lower number: no real-time signal has.
+STOP_SIGNAL: Final = signal.SIGSTKFLT
 # The front end's interrupt reaches the controller both as a message and as a signal.
 INTERRUPT_DEBOUNCE_S: Final = 0.25
 # An interrupt within this time of the previous one escalates.

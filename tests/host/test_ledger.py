@@ -26,6 +26,7 @@ from meshbook.wire.stop_timing import (
     KILL_AFTER_S,
     KILL_STARVED_AFTER_S,
     SIGINT_REPEATS_S,
+    STOP_SIGNAL,
     STUCK_AFTER_S,
 )
 
@@ -318,12 +319,20 @@ def test_that_one_rank_has_failed_is_reported_soon_unless_all_have() -> None:
 # ---- Stop
 
 
+def test_a_rank_that_is_not_ready_is_not_signalled_for_it_has_no_handler_yet() -> None:
+    host = Host(1, ready=False)
+    host.cell("c", (0,))
+    host.stop("c")
+    host.wait(10.0)
+    assert host.signals(0, STOP_SIGNAL) == []
+
+
 def test_the_timetable_of_a_first_stop() -> None:
     host = Host(1)
     host.cell("c", (0,))
     host.stop("c")
     host.wait(10.0)
-    assert host.signals(0, signal.SIGINT) == [0.0, *SIGINT_REPEATS_S]
+    assert host.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
     assert host.to_service(0, "Interrupt") == [0.0]
     assert host.to_service(0, "AbortCollectives") == [ABORT_AFTER_S]
     assert host.signals(0, signal.SIGKILL) == []
@@ -343,7 +352,7 @@ def test_a_repeated_signal_that_is_late_is_not_sent_and_the_call_is_named_instea
     _, _, repeat = heapq.heappop(host.alarms)
     host.now += 1.0
     host.carry_out(repeat(host.now))
-    assert host.signals(0, signal.SIGINT) == [0.0, 0.05]
+    assert host.signals(0, STOP_SIGNAL) == [0.0, 0.05]
     assert host.to_service(0, "Interrupt") == [0.0, 1.1]
 
 
@@ -352,7 +361,7 @@ def test_the_timetable_of_a_second_stop() -> None:
     host.cell("c", (0,))
     host.stop("c", hard=True)
     host.wait(10.0)
-    assert host.signals(0, signal.SIGINT) == [0.0, *SIGINT_REPEATS_S]
+    assert host.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
     assert host.to_service(0, "AbortCollectives") == [0.0]
     assert host.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
     assert host.notices() == ["second Stop: rank 0 did not come back within 1 s and was killed"]
@@ -372,7 +381,7 @@ def test_a_rank_that_has_returned_is_left_alone(returns_at: float, signals: list
     host.finish(0, "c", "interrupted")
     host.wait(10.0)
     assert host.sent(0) == ["c", "d"]
-    assert host.signals(0, signal.SIGINT) == signals
+    assert host.signals(0, STOP_SIGNAL) == signals
     assert bool(host.to_service(0, "AbortCollectives")) == aborted
     assert host.reports(messages.RanksStuck) == []
 
@@ -397,7 +406,7 @@ def test_a_stop_for_a_call_that_has_ended_signals_nobody() -> None:
     host.cell("d", (0,))
     host.stop("c")
     host.wait(10.0)
-    assert host.signals(0, signal.SIGINT) == []
+    assert host.signals(0, STOP_SIGNAL) == []
 
 
 def test_a_stop_takes_back_the_call_where_it_is_still_queued() -> None:
@@ -408,7 +417,7 @@ def test_a_stop_takes_back_the_call_where_it_is_still_queued() -> None:
     host.finish(1, "d", "interrupted")
     assert host.outcomes("d") == {0: "interrupted", 1: "interrupted"}
     host.finish(0, "c")
-    assert (host.sent(0), host.signals(0, signal.SIGINT), host.signals(1, signal.SIGINT)) == (["c"], [], [0.0])
+    assert (host.sent(0), host.signals(0, STOP_SIGNAL), host.signals(1, STOP_SIGNAL)) == (["c"], [], [0.0])
 
 
 def test_a_stop_without_a_name_takes_back_what_waits_of_its_own_client_only() -> None:
@@ -562,9 +571,9 @@ def test_a_rank_that_dies_while_it_is_stopped_gets_no_more_signals(after_s: floa
     host.stop("c")
     host.wait(after_s)
     host.die(0)
-    num_signals = len(host.signals(0, signal.SIGINT))
+    num_signals = len(host.signals(0, STOP_SIGNAL))
     host.wait(10.0)
-    assert len(host.signals(0, signal.SIGINT)) == num_signals
+    assert len(host.signals(0, STOP_SIGNAL)) == num_signals
     assert [report.ranks for report in host.reports(messages.RanksStuck)] == [(1,)]
     host.finish(1, "c", "interrupted")
     assert host.outcomes("c") == {0: "lost", 1: "interrupted"}

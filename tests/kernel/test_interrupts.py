@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Iterator
 
@@ -44,12 +45,46 @@ def stop(front: FrontEnd, source: str, ranks: str = "01") -> Cell:
         "import asyncio\nawait asyncio.sleep(60)",
         "!sleep 60",
         "if rank == 0: time.sleep(60)\nelse: dist.barrier()",
+        "import os\nos.system('sleep 60; sleep 60')",
     ],
 )
 def test_stop_ends_a_cell_on_all_its_ranks(front: FrontEnd, source: str) -> None:
     cell = stop(front, source)
     assert cell.reply["ename"] == "KeyboardInterrupt"
     assert "was stopped on ranks 0-1" in cell.reply["evalue"]
+
+
+def test_stop_reaches_what_a_cell_has_started_and_nothing_of_it_is_left(front: FrontEnd) -> None:
+    cell = stop(front, "import subprocess\np = subprocess.Popen(['sleep', '60'])\np.wait()")
+    assert cell.reply["ename"] == "KeyboardInterrupt"
+    assert front.run("p.wait()").result == "-2"
+
+
+def test_stop_calls_the_cells_own_handler_once(front: FrontEnd) -> None:
+    source = """
+    import signal
+    presses = []
+    signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+    while not presses: time.sleep(.01)
+    print('left the loop', presses)
+    """
+    cell = stop(front, textwrap.dedent(source))
+    assert cell.status == "ok"
+    assert cell.stdout.endswith("left the loop [1]\n")
+    cell = stop(front, "time.sleep(60)")
+    assert cell.reply["ename"] == "KeyboardInterrupt"
+
+
+def test_a_cell_that_asks_for_pythons_own_handler_catches_its_interrupt(front: FrontEnd) -> None:
+    source = """
+    import signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try: time.sleep(60)
+    except KeyboardInterrupt: print('caught it')
+    """
+    cell = stop(front, textwrap.dedent(source))
+    assert cell.status == "ok"
+    assert cell.stdout.endswith("caught it\n")
 
 
 def test_stop_ends_a_collective_that_one_rank_never_joined_and_the_group_works_again(front: FrontEnd) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 from meshbook.rank import interrupt
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.wire.interrupt_points import can_interrupt
+from meshbook.wire.stop_timing import STOP_SIGNAL
 from tests.budget import WAIT_S
 from tests.standstill import starved
 
@@ -147,7 +150,8 @@ def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
 def test_a_later_stop_raises_again_in_code_that_survived_the_first(
     gate: InterruptGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", 0.0)
+    # Less than nothing: what a thread has waited for a processor is not counted, and read a little earlier or later.
+    monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", -60.0)
     gate.begin()
     gate.arm()
     for _ in range(3):
@@ -166,6 +170,69 @@ def test_a_handler_that_user_code_left_behind_lasts_until_the_next_call(gate: In
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
         sigint()
+    gate.end()
+
+
+def stop() -> None:
+    """What a host sends, to this process and thread."""
+    signal.raise_signal(STOP_SIGNAL)
+
+
+def test_a_stop_calls_the_handler_that_user_code_has_installed_once_however_often_it_is_repeated(
+    gate: InterruptGate,
+) -> None:
+    calls: list[int] = []
+    gate.call_id = "c"
+    gate.begin()
+    gate.arm()
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+    gate.interrupt_call("c")
+    for _ in range(3):
+        stop()
+    gate.interrupt_call("c")
+    gate.disarm()
+    gate.end()
+    assert calls == [signal.SIGINT]
+    assert gate.num_raised == 0
+
+
+def test_a_stop_is_pythons_own_where_user_code_wants_that(gate: InterruptGate) -> None:
+    gate.begin()
+    gate.arm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    stop()  # in the user's `except KeyboardInterrupt:`
+    gate.disarm()
+    gate.end()
+
+
+def test_a_stop_is_ignored_where_user_code_ignores_sigint(gate: InterruptGate) -> None:
+    gate.begin()
+    gate.arm()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop()
+    gate.disarm()
+    gate.end()
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):  # in the next call it is Meshbook's again
+        stop()
+    gate.end()
+
+
+def test_a_stop_reaches_what_asyncio_has_been_given_for_sigint(gate: InterruptGate) -> None:
+    async def program() -> str:
+        done = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, done.set)
+        stop()
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        return "left the loop"
+
+    gate.begin()
+    gate.arm()
+    assert asyncio.run(program()) == "left the loop"
+    gate.disarm()
     gate.end()
 
 
@@ -259,6 +326,24 @@ def test_a_stop_does_not_strike_between_a_lock_and_the_block_that_gives_it_back(
     assert gate.num_raised == 1
 
 
+def test_a_stop_that_still_waits_when_user_code_has_ended_ends_the_call_all_the_same(
+    gate: InterruptGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_retry_soon", lambda: None)
+    lock = SimpleNamespace(
+        acquire=None, release=None, __enter__=partial(signal.raise_signal, signal.SIGINT), __exit__=lambda *_: None
+    )
+    gate.begin()
+    gate.arm()
+    with threading.Condition(lock):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        gate.raise_postponed()
+    gate.raise_postponed()
+    gate.disarm()
+    gate.end()
+
+
 def _main_frame() -> FrameType:
     return sys._current_frames()[threading.main_thread().ident or 0]
 
@@ -306,7 +391,9 @@ def test_a_stop_ends_a_wait_for_a_queue_at_once(gate: InterruptGate) -> None:
 
         while not (waits(_main_frame()) and can_interrupt(_main_frame())):
             pass
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not gate.num_raised:  # as a host does: one that comes just before the wait in C does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.01)
 
     thread = threading.Thread(target=stop_once)
     thread.start()

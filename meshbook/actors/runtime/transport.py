@@ -37,6 +37,7 @@ from meshbook.actors.runtime.reply_handlers import ReplyHandlers
 from meshbook.errors import ProtocolError
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import NodeAddress
+from meshbook.wire.stop_timing import STOP_SIGNAL
 
 log = logging.getLogger("meshbook.actors")
 
@@ -56,10 +57,9 @@ def unblock_signals() -> None:
     """Set this thread's signal mask so that user code may run on it.
 
     Threads inherit the blocked signals of their creator, and so do processes: the child of a thread that blocks SIGCHLD
-    would never be notified that its own children exit. Only SIGINT stays blocked: the main thread handles it as the
-    interrupt.
+    would never be notified that its own children exit. Only what interrupts stays blocked: the main thread handles it.
     """
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, STOP_SIGNAL})
 
 
 class Transport:

@@ -157,7 +157,9 @@ class CodeRunner:
         try:
             try:
                 gate.arm()
-                return function()
+                result = function()
+                gate.raise_postponed()
+                return result
             finally:
                 gate.disarm()
         except BaseException:
