@@ -105,16 +105,20 @@ def group_key(op: CollectiveInfo) -> GroupKey:
 
 
 def find_waits(
-    activities: Mapping[int, Activity], rings: Rings, transfers: Mapping[int, tuple[CollectiveInfo, ...]]
+    activities: Mapping[int, Activity],
+    rings: Rings,
+    transfers: Mapping[int, tuple[CollectiveInfo, ...]],
+    forming: Mapping[int, Ranks],
 ) -> dict[int, RankWait]:
     """Return the waits of ranks in process-group operations; `for_ranks` is empty where all members have arrived.
 
     Args:
         transfers: by rank, its sends and receives in flight.
+        forming: by rank, the members of the group that it makes; (): of none, or not known.
     """
     found: dict[int, RankWait] = {}
     missing: dict[tuple[GroupKey, int], Ranks] = {}
-    forming = {rank for rank, activity in activities.items() if activity.kind == "forming"}
+    making = {rank for rank, activity in activities.items() if activity.kind == "forming"}
     for rank, activity in activities.items():
         op = activity.op
         if activity.kind != "collective" or op is None:
@@ -133,12 +137,11 @@ def find_waits(
         if key not in missing:
             missing[key] = rings.missing(op, activities)
         found[rank] = RankWait(rank, op, tuple(other for other in missing[key] if other != rank))
-    if forming and len(forming) < len(activities):
-        group_creation = CollectiveInfo(
-            op="making a process group", group="", group_ranks=tuple(sorted(activities)), seq=0
-        )
-        others = tuple(sorted(activities.keys() - forming))
-        for rank in forming:
+    for rank in making:
+        # A group whose members connect waits for these; what follows, torch's barrier, takes all ranks.
+        members = tuple(member for member in forming.get(rank, ()) if member in activities) or tuple(sorted(activities))
+        if others := tuple(member for member in members if member not in making):
+            group_creation = CollectiveInfo(op="making a process group", group="", group_ranks=members, seq=0)
             found[rank] = RankWait(rank, group_creation, others)
     return found
 

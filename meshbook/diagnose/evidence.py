@@ -56,7 +56,8 @@ class Evidence:
         self.activities = {rank: rank_activity.activity_of(snapshot) for rank, snapshot in self.snapshots.items()}
         self.rings = Rings(self.snapshots.values())
         transfers = {rank: snapshot_reader.in_flight_transfers(snapshot) for rank, snapshot in self.snapshots.items()}
-        self.waits = find_waits(self.activities, self.rings, transfers)
+        forming = {rank: snapshot.forming for rank, snapshot in self.snapshots.items()}
+        self.waits = find_waits(self.activities, self.rings, transfers, forming)
         self.actor_waits = ActorWaitGraph({snapshot.rank: snapshot for snapshot in snapshots})
         self._cell_labels = {
             look.file: sanitize_line(look.cell, 80) for look in self.snapshots.values() if look.file and look.cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from meshbook.diagnose.collectives import RankWait, Straggler, group_key
+from meshbook.diagnose.collectives import RankWait, Straggler, group_key, name_group
 from meshbook.diagnose.evidence import MIN_LOOP_S, STABLE_S, UNBLOCKED_KINDS, Evidence
 from meshbook.diagnose.kinds import CERTAIN_KINDS
 from meshbook.diagnose.rank_activity import conjugate, format_duration
@@ -144,11 +144,12 @@ def partial_group_finding(evidence: Evidence, making: Collection[int], absent: R
     makers = tuple(sorted(making))
     guilty = makers if len(makers) <= len(absent) else absent
     made_at = evidence.activities[makers[0]].location
+    of_members = name_group(evidence.waits[makers[0]].op, evidence.world_ranks)
     return make_finding(
         evidence,
         "group-made-by-some",
         guilty,
-        f"{capitalized_ranks(makers)} {conjugate('makes', makers)} a process group{at_clause(made_at)}, "
+        f"{capitalized_ranks(makers)} {conjugate('makes', makers)} a process group{of_members}{at_clause(made_at)}, "
         f"which takes all members, and {activity_sentence(evidence, absent)} instead",
         at=evidence.activities[guilty[0]].location or made_at,
         others={*makers, *others, *absent} & evidence.waits.keys(),

@@ -146,6 +146,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         runner,
         is_awaiting_input=lambda: user_input.is_waiting,
         current_operation=lambda: objects.current_operation,
+        forming_ranks=groups.forming_ranks,
     )
     service = Service(
         context,

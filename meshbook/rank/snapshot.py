@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from meshbook.clock import monotonic
+from meshbook.ids import Ranks
 from meshbook.rank import locks
 from meshbook.rank.call_state import CallState, FinishedCall
 from meshbook.rank.probes import describe_collective
@@ -68,12 +69,15 @@ class Snapshotter:
         *,
         is_awaiting_input: Callable[[], bool],
         current_operation: Callable[[], CurrentOp | None],
+        forming_ranks: Callable[[], Ranks] = tuple,
     ) -> None:
         """
         Args:
             main_thread: identifier of the thread that runs cells.
             current_operation: returns the running operation on remote tensors.
+            forming_ranks: returns the members of the process group that is being connected.
         """
+        self._forming_ranks = forming_ranks
         self._rank, self._main_thread, self._state, self._ring = rank, main_thread, state, ring
         self._running_code = running_code
         self._is_awaiting_input, self._current_operation = is_awaiting_input, current_operation
@@ -110,6 +114,7 @@ class Snapshotter:
             stacks=threads,
             collectives=describe_ring(self._ring, num_collectives, now),
             num_collectives=0 if last is None else last.seq,
+            forming=self._forming_ranks(),
             health=health,
             awaiting_input=self._is_awaiting_input(),
             endpoints=endpoints,

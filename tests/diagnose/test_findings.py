@@ -265,6 +265,14 @@ def test_a_group_made_by_some():
     assert reported(finding) == ("group-made-by-some", (0,), (1, 2), 6)
     finding = only(running_rank(0, *making), ended(1), ended(2))
     assert reported(finding) == ("group-made-by-some", (0,), (), 6)
+    assert "which takes all members, and ranks 1-2 have ended" in finding.title
+
+
+def test_of_a_group_that_waits_for_its_members_to_connect_only_these_are_named():
+    making = frames_at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
+    finding = only(running_rank(0, *making, forming=(0, 1)), ended(1), ended(2), ended(3))
+    assert finding.title.startswith("Rank 0 makes a process group of ranks 0-1")
+    assert "and rank 1 has ended" in finding.title
 
 
 # ---- sends and receives

@@ -775,6 +775,30 @@ def test_groups_that_a_new_member_has_yet_to_make_wait_for_it(trio: World) -> No
     assert trio.run(is_broken) == [False] * 3
 
 
+def sum_in_a_group_that_its_members_make(here: RankContext, lone: tuple[int, ...], members: list[int]) -> float:
+    """After a group of its own, on these lone ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if here.rank in lone:
+        dist.new_group([here.rank], use_local_synchronization=True)
+    x = torch.full((1,), float(here.rank))
+    if here.rank in members:
+        dist.all_reduce(x, group=dist.new_group(members, use_local_synchronization=True))
+    return x.item()
+
+
+def test_a_group_that_only_its_members_make_has_one_name_though_one_of_them_has_made_more_groups(trio: World) -> None:
+    assert trio.run(sum_in_a_group_that_its_members_make, (0,), [0, 1]) == [1.0, 1.0, 2.0]
+    assert trio.run(sum_in_a_group_that_its_members_make, (1, 2), [0, 1]) == [1.0, 1.0, 2.0]
+    trio.members[1].kill()
+    trio.members[0].run_in_service_thread(sever, RankLost("gone"))
+    trio.members[2].run_in_service_thread(sever, RankLost("gone"))
+    trio.replace(1)
+    trio.form_groups()
+    assert trio.run(sum_in_a_group_that_its_members_make, (2,), [0, 1]) == [1.0, 1.0, 2.0]
+
+
 def begin_and_leave(here: RankContext) -> None:
     import torch
     import torch.distributed as dist

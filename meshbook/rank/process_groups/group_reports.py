@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshbook.ids import Ranks
@@ -35,11 +35,13 @@ class GroupReport(NamedTuple):
         num_groups_created: how many groups torch has named there; None in a new process, which has yet to make the
             user's groups under the names that they have elsewhere.
         num_rebucketed: how many DDP models have other buckets than at the beginning.
+        num_hashed_names: `HashedNames.counts`.
     """
 
     groups: Sequence[GroupSpec] = ()
     num_groups_created: int | None = None
     num_rebucketed: int = 0
+    num_hashed_names: Mapping[str, int] = {}
 
 
 def exchange_reports(exchange: Callable[[str, bytes], list[bytes]], report: GroupReport) -> list[GroupReport]:

@@ -40,6 +40,7 @@ from meshbook.rank.process_groups.group_reports import (
     ranks_by_name,
 )
 from meshbook.rank.process_groups.group_table import GroupTable
+from meshbook.rank.process_groups.hashed_names import HashedNames
 from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
 from meshbook.rank.process_groups.mesh_layout import MeshLayout, group_names, make_mesh
 from meshbook.rank.process_groups.resized_world import LastingMeshes, adapt_groups
@@ -78,8 +79,11 @@ class ProcessGroups:
         self._generation = Generation(exits)
         self._aborts = BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
-        self.solo = SoloGroups(self.table)
-        self._patches = TorchPatches(self._create_group, lambda: self._generation.abort_failure, self.solo.name_for)
+        self._hashed_names = HashedNames()
+        self.solo = SoloGroups(self.table, self._hashed_names)
+        self._patches = TorchPatches(
+            self._create_group, lambda: self._generation.abort_failure, self.solo.name_for, self._hashed_names.next
+        )
         self._layout: MeshLayout | None = None
         self._mesh_layout: MeshLayout | None = None  # that of `mesh`
         self._lasting_meshes = LastingMeshes()
@@ -277,7 +281,9 @@ class ProcessGroups:
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
         specs = [_spec_of(self.table[name]) for name in user_groups]
-        reports = exchange_reports(self.exchange, GroupReport(specs, c10d._world.group_count, num_rebucketed_models()))
+        report = GroupReport(specs, c10d._world.group_count, num_rebucketed_models(), self._hashed_names.counts)
+        reports = exchange_reports(self.exchange, report)
+        self._hashed_names.catch_up([each.num_hashed_names for each in reports])
         self._user_group_ranks = ranks_by_name(reports)
         c10d._world.group_count = common_group_count(reports)
         for name in user_groups:

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from meshbook.errors import CollectiveAborted, RankLost
-from meshbook.ids import CallId
+from meshbook.ids import CallId, Ranks
 from meshbook.rank import probes
 from meshbook.rank.call_state import CallEffect, CallState
 from meshbook.rank.device import choose_backend
@@ -287,6 +287,11 @@ class RankGroups:
                 except BaseException:
                     self._state.watch_ended()
                     raise
+
+    def forming_ranks(self) -> Ranks:
+        """Return the members of the group that waits for them to connect; () if none does."""
+        connecting = self._groups.connector.connecting if self._groups is not None else ()
+        return connecting[-1].ranks if connecting else ()
 
     def _watch_departures(self, groups: ProcessGroups) -> None:
         """Break the groups as soon as a collective of the running call waits for a rank that has left the call."""

@@ -29,6 +29,7 @@ from meshbook.rank.process_groups.group_reports import (
     ranks_by_name,
 )
 from meshbook.rank.process_groups.group_table import GroupTable
+from meshbook.rank.process_groups.hashed_names import HashedNames
 from meshbook.rank.process_groups.torch_patches import c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -44,14 +45,14 @@ class SoloGroups:
         group_count: how many groups torch counts on the other ranks; None: they are as new as this one.
     """
 
-    def __init__(self, table: GroupTable) -> None:
+    def __init__(self, table: GroupTable, hashed_names: HashedNames) -> None:
         self.is_active = self._is_making_missing = False
         self.origin: Callable[[], tuple[str, str]] = lambda: ("", "")
         self.to_make: list[GroupSpec] = []
         self.group_count: int | None = None
         self.has_other_buckets = False
         self._num_others = 0
-        self._table = table
+        self._table, self._hashed_names = table, hashed_names
         self._real_groups: dict[WatchedGroup, Any] = {}  # what they are connected by
 
     def join(self, exchange: Callable[[str, bytes], list[bytes]]) -> dict[str, set[int]]:
@@ -59,6 +60,7 @@ class SoloGroups:
         reports = exchange_reports(exchange, GroupReport())
         self.to_make = groups_of_others(reports, dist.get_rank())
         self.group_count = common_group_count(reports)
+        self._hashed_names.catch_up([report.num_hashed_names for report in reports])
         self.has_other_buckets = not have_same_buckets(reports)
         return ranks_by_name(reports)
 
@@ -70,6 +72,7 @@ class SoloGroups:
             generation: of the groups, in which collectives are counted from the beginning afterwards.
         """
         self.is_active = True
+        num_hashed_names = dict(self._hashed_names.counts)
         self._real_groups = {group: group.inner for group in self._table if group.is_connected}
         for group in self._real_groups:
             group.replace_inner(_fake_inner(group, group.get_group_store()))
@@ -81,6 +84,7 @@ class SoloGroups:
                 group.replace_inner(self._real_groups.get(group))
                 group.label.reset_counters(generation)
             self._real_groups = {}
+            self._hashed_names.counts = num_hashed_names
             if self.group_count is not None:
                 c10d._world.group_count = self.group_count
 

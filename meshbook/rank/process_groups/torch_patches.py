@@ -1,7 +1,8 @@
 """Patches of torch that make every process group of this process a `WatchedGroup`.
 
-`init_process_group` and `new_group` both create groups by one function of torch. Two more are patched, because they
-treat a `WatchedGroup` differently from torch's own groups, or lose the type of its errors.
+`init_process_group` and `new_group` both create groups by one function of torch. Three more are patched, because they
+treat a `WatchedGroup` differently from torch's own groups, lose the type of its errors, or name a group differently on
+its members (`hashed_names`).
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ class TorchPatches:
         create_group: GroupFactory,
         abort_failure: Callable[[], GroupFailure | None],
         name_for: Callable[[Sequence[int]], str | None],
+        hashed_name: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """
         Args:
             abort_failure: returns what all groups were aborted with since they were formed.
             name_for: returns the name that a new group of these global ranks gets; None: torch's.
+            hashed_name: returns the name that torch gives a group that only its members make; None: torch's.
         """
         self.is_backward_incomplete = False
         self._create_group, self._abort_failure, self._name_for = create_group, abort_failure, name_for
+        self._hashed_name = hashed_name
         self._shares_gpu = False
         self._requested_backends: dict[str, str] = {}  # of the group being created
         self._originals: list[tuple[Any, str, Any]] = []  # module, name, original function
@@ -97,6 +101,8 @@ class TorchPatches:
         self._patch(c10d, "_new_process_group_helper", new_process_group)
         self._patch(c10d, "batch_isend_irecv", batch_isend_irecv)
         self._patch(dist, "batch_isend_irecv", batch_isend_irecv)
+        if self._hashed_name is not None:
+            self._patch(c10d, "_hash_ranks_to_str", self._hashed_name)
         self._patch(torch.autograd.graph, "_engine_run_backward", engine_run_backward)
         self._patch(torch.autograd, "_engine_run_backward", engine_run_backward)
 

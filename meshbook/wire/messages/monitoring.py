@@ -189,6 +189,7 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     stacks: tuple[ThreadStack, ...] = ()
     collectives: tuple[CollectiveInfo, ...] = ()  # the last ones, oldest first, open ones always included
     num_collectives: int = 0
+    forming: Ranks = ()  # members of the process group that it makes, as far as known; (): of none, or not known
     last_collective: str | None = None  # description of the last one started, if the rank does not reply
     health: Health | None = None
     process: ProcessStatus | None = None
