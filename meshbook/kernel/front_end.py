@@ -14,6 +14,7 @@ from meshbook.controller.console import Console, prompt_on_terminal, prompt_text
 from meshbook.controller.past_cells import PastCell
 from meshbook.ids import Ranks, name_ranks
 from meshbook.kernel import sink
+from meshbook.kernel.displays import OmittedDisplays, PublishedDisplay
 from meshbook.wire.messages import Display, FoldedItem, InputRequest
 
 # Number of front-end display ids to store, so that a later cell's update finds its display.
@@ -98,7 +99,7 @@ class TerminalFrontEnd(FrontEnd):
         print(text)
 
     def show_omitted(self, ranks: Ranks) -> None:
-        sink.OmittedDisplays().for_ranks(ranks)  # raises: a terminal omits nothing
+        OmittedDisplays().for_ranks(ranks)  # raises: a terminal omits nothing
 
     @property
     def allows_input(self) -> bool:
@@ -116,8 +117,8 @@ class JupyterFrontEnd(FrontEnd):
     def __init__(self, kernel: Any, display_publisher: Any) -> None:
         super().__init__()
         self._kernel, self._display_publisher = kernel, display_publisher
-        self._displays: OrderedDict[tuple[int, str], sink.PublishedDisplay] = OrderedDict()
-        self._omitted_displays = sink.OmittedDisplays()
+        self._displays: OrderedDict[tuple[int, str], PublishedDisplay] = OrderedDict()
+        self._omitted_displays = OmittedDisplays()
 
     def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
         while len(self._displays) > _MAX_DISPLAY_IDS:

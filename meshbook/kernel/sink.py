@@ -7,7 +7,6 @@ message. The parent message never changes: output of a background cell continues
 from __future__ import annotations
 
 import html
-import re
 import secrets
 import threading
 import time
@@ -18,11 +17,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from meshbook.errors import UsageError
 from meshbook.fold import rendering
 from meshbook.fold.entries import without_ranks
 from meshbook.ids import Ranks, name_ranks
-from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, Preview, RankDisplay
+from meshbook.kernel.displays import OmittedDisplays, PublishedDisplay
+from meshbook.kernel.progress_block import ProgressBlock
+from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
 
 # Maximum number of different displays shown among those that ranks make at the same position of a cell.
 MAX_DISTINCT_DISPLAYS = 4
@@ -30,8 +30,6 @@ MAX_DISTINCT_DISPLAYS = 4
 LIVE_INTERVAL_S = 0.1
 # Number of recent lines and displays that are published again when other ranks clear their output.
 _MAX_REPLAYED_ITEMS = 200
-
-_NUMBER = re.compile(r"\d[\d.,]*")
 
 _HEADING_HTML = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">{}</div>'
 # JupyterLab indents text by this padding, and HTML not at all; a note stands below text.
@@ -96,7 +94,7 @@ class CellSink:
         self._omitted = OmittedDisplays() if omitted is None else omitted
         self._displays: MutableMapping[tuple[int, str], PublishedDisplay] = {} if displays is None else displays
         self._lock = threading.RLock()
-        self._progress = _ProgressBlock()
+        self._progress = ProgressBlock()
         self._progress_drawn_at = float("-inf")
         self._timer: threading.Timer | None = None
         self._text: list[str] = []  # of one stream, not published yet
@@ -320,172 +318,6 @@ class CellSink:
             self._draw_progress(now=True)
 
 
-class PublishedDisplay:
-    """A display on the page, of the ranks that made an equal one. Where they update it differently, it shows each.
-
-    Attributes:
-        digest: of the content that it was made with.
-        heading: display id of the heading above it.
-        name: its own display id on the page; None: it cannot be updated.
-        ranks: the ranks that it is of.
-        contents: what they show there now, by rank. It is released when the call has ended; what is here then is what
-            ranks have updated since.
-    """
-
-    def __init__(self, digest: bytes, heading: str, name: str | None) -> None:
-        self.digest, self.heading, self.name = digest, heading, name
-        self.ranks: Ranks = ()
-        self.contents: dict[int, Display] = {}
-
-    def join(self, ranks: Ranks, item: Display) -> None:
-        """Add ranks that made an equal display."""
-        self.ranks = tuple(sorted({*self.ranks, *ranks}))
-        self.contents.update(dict.fromkeys(ranks, item))
-
-    def leave(self, ranks: set[int]) -> None:
-        """Remove ranks that have cleared it."""
-        self.ranks = tuple(rank for rank in self.ranks if rank not in ranks)
-        for rank in ranks:
-            self.contents.pop(rank, None)
-
-    def message(self, call_ranks: Ranks) -> dict[str, Any]:
-        """Return the content of `display_data` or `update_display_data`."""
-        distinct = self._distinct_contents()
-        if len(distinct) == 1:
-            return display_content(distinct[0][1], self.name)
-        parts = [(ranks, _preview_of(item)) for ranks, item in distinct]
-        data = {"text/plain": rendering.render_previews(parts, call_ranks, colour=False)}
-        if (shown := rendering.render_previews_html(parts, call_ranks)) is not None:
-            data["text/html"] = shown
-        return display_content(Display(data), self.name)
-
-    def _distinct_contents(self) -> list[tuple[Ranks, Display]]:
-        """Return what ranks show, with the ranks, in their order."""
-        packed: dict[int, bytes] = {}  # by identity: ranks that showed it together share one
-        ranks_by_content: dict[bytes, list[int]] = {}
-        for rank, item in sorted(self.contents.items(), key=lambda one: one[0]):
-            if id(item) not in packed:
-                packed[id(item)] = msgspec.msgpack.encode([item.data, item.metadata])
-            ranks_by_content.setdefault(packed[id(item)], []).append(rank)
-        return [(tuple(ranks), self.contents[ranks[0]]) for ranks in ranks_by_content.values()]
-
-
-class OmittedDisplays:
-    """Displays that were omitted, to be shown on request. Bounded: the oldest are dropped first."""
-
-    # Total size of all stored displays.
-    MAX_BYTES = 64 << 20
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[int, RankDisplay, int]] = deque()  # cell, display, bytes
-
-    def add(self, cell: int, shown: RankDisplay) -> None:
-        data = shown.item.data if isinstance(shown.item, Display) else {}
-        self._entries.append((cell, shown, sum(len(part) for part in data.values() if isinstance(part, str | bytes))))
-        while len(self._entries) > 1 and sum(num_bytes for _, _, num_bytes in self._entries) > self.MAX_BYTES:
-            self._entries.popleft()
-
-    def discard(self, cell: int) -> None:
-        """Remove those of a cell: it has cleared its output."""
-        self._entries = deque(entry for entry in self._entries if entry[0] != cell)
-
-    def for_ranks(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
-        """Return these ranks' displays that the last cell with omitted displays left out, with the cell's number.
-
-        Raises:
-            UsageError: there are none.
-        """
-        if not self._entries:
-            raise UsageError("every display of the cells that ran is shown already")
-        last = max(cell for cell, _, _ in self._entries)
-        omitted = [shown for cell, shown, _ in self._entries if cell == last]
-        chosen = [(last, shown) for shown in omitted if not set(ranks).isdisjoint(shown.ranks)]
-        if not chosen:
-            whose = name_ranks(rank for shown in omitted for rank in shown.ranks)
-            raise UsageError(f"cell {last} left out displays of {whose}, and none of {name_ranks(ranks)}")
-        return sorted(chosen, key=lambda one: one[1].ranks)
-
-
-class _ProgressBlock:
-    """Progress bars of one call: a block of lines, each at a fixed position until the last one is finished."""
-
-    def __init__(self) -> None:
-        self.changed = False
-        self.retained_last = False  # whether the last applied line stays in the block
-        self._lines: list[Line] = []
-        self._finished: list[Line] = []  # of a block that is complete
-        self._display_id: str | None = None  # display id of the block; None: not shown yet
-
-    def has_live_line(self, line: Line) -> bool:
-        """Whether a finished line replaces a live one."""
-        return any(
-            other.live and other.stream == line.stream and not set(other.ranks).isdisjoint(line.ranks)
-            for other in self._lines
-        )
-
-    def apply(self, line: Line) -> None:
-        """Apply a line to the block.
-
-        A live line replaces its ranks' previous one; a finished one stays in place if it ends that line.
-        """
-        updated_ranks = set(line.ranks)
-        self.retained_last = False
-        lines: list[Line] = []
-        placed = False
-        for other in self._lines:
-            if not other.live or other.stream != line.stream or updated_ranks.isdisjoint(other.ranks):
-                lines.append(other)
-                continue
-            same = line.live or _is_end_of(other.text, line.text)
-            if not placed and same and line.text:
-                lines.append(line)
-                placed = True
-            if (remaining := without_ranks(other, updated_ranks)) is not None:
-                lines.append(remaining)
-        if line.live and line.text and not placed:
-            lines.append(line)
-            placed = True
-        self.retained_last = placed and not line.live
-        self.changed = self.changed or lines != self._lines
-        self._lines = lines
-
-    def discard_ranks(self, ranks: set[int]) -> None:
-        self._lines = [remaining for line in self._lines if (remaining := without_ranks(line, ranks)) is not None]
-
-    def take_finished(self) -> list[Line]:
-        """Return the lines of a block that is complete."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def display_cleared(self) -> None:
-        """Redraw the remaining lines as a new display: the old one was cleared."""
-        self._display_id = None
-        self.changed = bool(self._lines)
-
-    def render(self, ranks: Ranks) -> tuple[str, str, str]:
-        """Return the message that shows the block's state: its type, the display id, the text.
-
-        A block without live lines is complete; the next line begins another.
-        """
-        kind = "display_data" if self._display_id is None else "update_display_data"
-        name = self._display_id or f"meshbook-{secrets.token_hex(8)}"
-        # The last updated line must not move up: live lines are in rank order, at the positions of live lines.
-        live = iter(sorted((line for line in self._lines if line.live), key=lambda line: line.ranks))
-        lines = [next(live) if line.live else line for line in self._lines]
-        text = "\n".join(rendering.render_line(line, ranks) for line in lines)
-        self.changed = False
-        self._display_id = name
-        if not any(line.live for line in self._lines):
-            self._finished, self._lines, self._display_id = self._lines, [], None
-        return kind, name, text
-
-
-def display_content(item: Display, display_id: str | None = None) -> dict[str, Any]:
-    """Return the content of `display_data` or `update_display_data`."""
-    transient = {} if display_id is None else {"display_id": display_id}
-    return {"data": dict(item.data), "metadata": dict(item.metadata), "transient": transient}
-
-
 def _is_new_output(item: FoldedItem) -> bool:
     """Whether an item is what `clear_output(wait=True)` waits for."""
     if isinstance(item, Line):
@@ -508,27 +340,6 @@ def _in_rank_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
     yield from sorted(side_by_side, key=lambda one: one.ranks)
 
 
-def _is_end_of(live: str, finished: str) -> bool:
-    """Whether a finished line is the last state of the live one, and not other output of its rank.
-
-    A live line of nested bars has several rows.
-    """
-    return any(_same_up_to_number(row, finished) for row in live.split("\n"))
-
-
-def _same_up_to_number(row: str, finished: str) -> bool:
-    """Whether two rows match up to the first number and one character behind it, as two states of one bar do."""
-    numbers = _NUMBER.search(row), _NUMBER.search(finished)
-    if numbers[0] is None or numbers[1] is None:
-        return bool(row.strip()) and finished.startswith(row.rstrip())
-    (head, tail), (other_head, other_tail) = (
-        (text[: number.start()].strip(), text[number.end() : number.end() + 1])
-        for text, number in zip((row, finished), numbers, strict=True)
-        if number is not None
-    )
-    return head == other_head and tail == other_tail
-
-
 def _without_ranks(
     item: Line | RankDisplay | PublishedDisplay, ranks: set[int]
 ) -> Line | RankDisplay | PublishedDisplay | None:
@@ -539,8 +350,3 @@ def _without_ranks(
         return item if item.ranks else None
     remaining = tuple(rank for rank in item.ranks if rank not in ranks)
     return RankDisplay(remaining, item.item) if remaining else None
-
-
-def _preview_of(item: Display) -> Preview:
-    data = dict(item.data)
-    return Preview("object", "", str(data.pop("text/plain", "")), html=data.pop("text/html", None), data=data)

@@ -32,7 +32,6 @@ from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.recording.door import RecordingDoor
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.resharding.door import ReshardingDoor
-from meshbook.rank.started_processes import StartedProcesses
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
@@ -64,9 +63,7 @@ class Executor:
         checkpoints: CheckpointDoor,
         preemption: PreemptionPoint,
         sentinel: SentinelDoor,
-        started: StartedProcesses,
     ) -> None:
-        self._started = started
         self._checkpoints, self._preemption, self._sentinel = checkpoints, preemption, sentinel
         self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
@@ -116,12 +113,11 @@ class Executor:
 
     def _execute(self, command: Any, handler: Callable[[Any], Outcome]) -> None:
         started = perf_counter()
-        self._gate.reset()  # an interrupt at the very end of the last call may have left it open
-        self._reporter.call_id = self._gate.call_id = command.call
+        self._gate.begin_call(command.call)
+        self._reporter.call_id = command.call
         label = getattr(command, "label", "")
         self._crash_log.clear()
         self._preemption.begin(command.call)
-        self._started.begin_call(command.call)
         torch: Any = sys.modules.get("torch")
         grad_enabled = torch is None or torch.is_grad_enabled()
         try:

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from meshbook.clock import monotonic, sleep
+from meshbook.rank.started_processes import StartedProcesses
 from meshbook.wire.interrupt_points import PostponedInterrupt
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S, STOP_SIGNAL
 
@@ -42,13 +43,14 @@ class InterruptGate:
     because its target has ended.
 
     Attributes:
-        call_id: of the call on the main thread, as passed to `interrupt_call`; None between calls.
+        call_id: of the call on the main thread, as passed to `begin_call`; None between calls.
         num_raised: how many interrupts became a KeyboardInterrupt.
         num_missed: how many arrived when nothing could be interrupted, or repeated the same interrupt.
     """
 
     def __init__(self) -> None:
         self.call_id: str | None = None
+        self._started = StartedProcesses()
         self.num_raised = 0
         self.num_missed = 0
         self._armed = False
@@ -124,15 +126,25 @@ class InterruptGate:
             self._depth = 1
             self.end()
 
-    def interrupt_call(self, call_id: str) -> None:
+    def begin_call(self, call_id: str) -> None:
+        """Record that the main thread has received a call. The last one may not have come to its `end`."""
+        self.reset()  # an interrupt at its very end has left it open
+        self.call_id = call_id
+        self._started.begin_call(call_id)
+
+    def interrupt_call(self, call_id: str, *, hard: bool = False) -> None:
         """Interrupt the call with this id, whether it has begun or not, and no other. Any thread.
 
         A call that a SIGINT has already ended, or that caught its KeyboardInterrupt and continues, is not interrupted
-        again.
+        again. What it has started is.
+
+        Args:
+            hard: kill the processes that it has started and that were interrupted before.
         """
         self._requested_call = call_id
         if self._previous_handlers and self.call_id == call_id and self._handles_call_signal():
             signal.pthread_kill(threading.main_thread().ident or 0, _CALL_SIGNAL)
+        self._started.interrupt(call_id, hard=hard)
 
     def _handles_call_signal(self) -> bool:
         """Whether the call signal has the gate's handler: its default action ends the process."""

@@ -46,7 +46,6 @@ from meshbook.rank.queries import make_query_handlers
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
 from meshbook.rank.snapshot import Snapshotter
-from meshbook.rank.started_processes import StartedProcesses
 from meshbook.wire import codec, messages, spawn
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.process_control import allow_ptrace_by, die_with_pipe, start_new_process_group
@@ -115,7 +114,6 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     sentinel = SentinelDoor(
         rank, shell.user_ns, groups, lambda text: output.put(messages.Notice(text)), shell.cell_title
     )
-    started = StartedProcesses()
     executor = Executor(
         rank,
         device,
@@ -131,13 +129,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         checkpoints=checkpoints,
         preemption=point,
         sentinel=sentinel,
-        started=started,
     )
-
-    def interrupt_call(call_id: str, hard: bool) -> None:
-        gate.interrupt_call(call_id)
-        started.interrupt(call_id, hard=hard)
-
     snapshotter = Snapshotter(
         rank,
         threading.get_ident(),
@@ -160,7 +152,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         snapshotter=snapshotter,
         query_handlers=make_query_handlers(shell, groups, objects, device, point, sentinel, stop_requests, debug_port),
         leave_debugger=stop_requests.leave,
-        interrupt_call=interrupt_call,
+        interrupt_call=gate.interrupt_call,
         running_file=running_file,
         checkpoints=checkpoints,
         outbox=outbox,

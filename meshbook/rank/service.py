@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import zmq
 
@@ -42,6 +42,12 @@ from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
 
 T = TypeVar("T")
+
+
+class InterruptCall(Protocol):
+    def __call__(self, call_id: CallId, /, *, hard: bool) -> None:
+        """Interrupt a call. hard: it is a second Stop."""
+
 
 HEARTBEAT_S = 1.0
 
@@ -71,7 +77,7 @@ class Service:
         reporter: Reporter,
         snapshotter: Snapshotter,
         query_handlers: Mapping[type, Callable[[Any], Any]],
-        interrupt_call: Callable[[CallId, bool], None],
+        interrupt_call: InterruptCall,
         leave_debugger: Callable[[messages.LeaveDebugger], None],
         running_file: Callable[[], str | None],
         checkpoints: CheckpointDoor,
@@ -83,7 +89,6 @@ class Service:
         Args:
             query_handlers: by message type, the function that answers it with the content of a `RankReply`.
             interrupt_call: interrupts this call, even if the main thread has not begun it yet; never the one after it.
-                Also called with whether it is a second Stop.
             running_file: returns the file name of the running cell.
         """
         self._context, self._config, self._device, self._state = context, config, device, state
@@ -214,7 +219,7 @@ class Service:
             return
         match command:
             case messages.Interrupt(target=target, hard=hard) if target is not None:
-                self._interrupt_call(target, hard)
+                self._interrupt_call(target, hard=hard)
             case messages.LeaveDebugger():
                 self._leave_debugger(command)
             case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=about):

@@ -8,7 +8,8 @@ import pytest
 
 from meshbook.errors import UsageError
 from meshbook.fold.lines import LineFolder
-from meshbook.kernel.sink import CellSink, OmittedDisplays, PublishedDisplay
+from meshbook.kernel.displays import OmittedDisplays, PublishedDisplay
+from meshbook.kernel.sink import CellSink
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay, Text
 from tests.kernel.frontend import strip_ansi
 

@@ -32,16 +32,12 @@ from meshbook.rank.process_groups.failures import GroupFailure
 from meshbook.rank.process_groups.generation import Generation
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.group_reports import (
-    GroupReport,
     GroupSpec,
-    common_group_count,
-    exchange_reports,
     have_same_buckets,
     ranks_by_name,
 )
 from meshbook.rank.process_groups.group_table import GroupTable
-from meshbook.rank.process_groups.hashed_names import HashedNames
-from meshbook.rank.process_groups.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
+from meshbook.rank.process_groups.interrupted_steps import is_mid_step, reset_interrupted_steps
 from meshbook.rank.process_groups.mesh_layout import MeshLayout, group_names, make_mesh
 from meshbook.rank.process_groups.resized_world import LastingMeshes, adapt_groups
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
@@ -79,10 +75,9 @@ class ProcessGroups:
         self._generation = Generation(exits)
         self._aborts = BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
-        self._hashed_names = HashedNames()
-        self.solo = SoloGroups(self.table, self._hashed_names)
+        self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(
-            self._create_group, lambda: self._generation.abort_failure, self.solo.name_for, self._hashed_names.next
+            self._create_group, lambda: self._generation.abort_failure, self.solo.name_for, self.solo.hashed_names.next
         )
         self._layout: MeshLayout | None = None
         self._mesh_layout: MeshLayout | None = None  # that of `mesh`
@@ -281,11 +276,8 @@ class ProcessGroups:
         # the same order on all ranks, else two ranks could wait for each other
         user_groups = sorted(self.table.names - self._mesh_group_names)
         specs = [_spec_of(self.table[name]) for name in user_groups]
-        report = GroupReport(specs, c10d._world.group_count, num_rebucketed_models(), self._hashed_names.counts)
-        reports = exchange_reports(self.exchange, report)
-        self._hashed_names.catch_up([each.num_hashed_names for each in reports])
+        reports = self.solo.rejoin(self.exchange, specs)
         self._user_group_ranks = ranks_by_name(reports)
-        c10d._world.group_count = common_group_count(reports)
         for name in user_groups:
             group = self.table[name]
             if self._user_group_ranks[name].issuperset(group.label.ranks):

@@ -30,6 +30,7 @@ from meshbook.rank.process_groups.group_reports import (
 )
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.hashed_names import HashedNames
+from meshbook.rank.process_groups.interrupted_steps import num_rebucketed_models
 from meshbook.rank.process_groups.torch_patches import c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -43,16 +44,17 @@ class SoloGroups:
         to_make: groups that the other ranks have and this one has not.
         has_other_buckets: this process is new, and DDP models of the other ranks have rebuilt their buckets.
         group_count: how many groups torch counts on the other ranks; None: they are as new as this one.
+        hashed_names: names of groups that only their members make.
     """
 
-    def __init__(self, table: GroupTable, hashed_names: HashedNames) -> None:
+    def __init__(self, table: GroupTable) -> None:
         self.is_active = self._is_making_missing = False
         self.origin: Callable[[], tuple[str, str]] = lambda: ("", "")
         self.to_make: list[GroupSpec] = []
         self.group_count: int | None = None
         self.has_other_buckets = False
         self._num_others = 0
-        self._table, self._hashed_names = table, hashed_names
+        self._table, self.hashed_names = table, HashedNames()
         self._real_groups: dict[WatchedGroup, Any] = {}  # what they are connected by
 
     def join(self, exchange: Callable[[str, bytes], list[bytes]]) -> dict[str, set[int]]:
@@ -60,9 +62,21 @@ class SoloGroups:
         reports = exchange_reports(exchange, GroupReport())
         self.to_make = groups_of_others(reports, dist.get_rank())
         self.group_count = common_group_count(reports)
-        self._hashed_names.catch_up([report.num_hashed_names for report in reports])
+        self.hashed_names.catch_up([report.num_hashed_names for report in reports])
         self.has_other_buckets = not have_same_buckets(reports)
         return ranks_by_name(reports)
+
+    def rejoin(self, exchange: Callable[[str, bytes], list[bytes]], specs: Sequence[GroupSpec]) -> list[GroupReport]:
+        """Return what all ranks have, when groups are formed again, and count groups as all of them do.
+
+        Args:
+            specs: the user's groups here.
+        """
+        num_groups, num_names = c10d._world.group_count, self.hashed_names.counts
+        reports = exchange_reports(exchange, GroupReport(specs, num_groups, num_rebucketed_models(), num_names))
+        self.hashed_names.catch_up([report.num_hashed_names for report in reports])
+        c10d._world.group_count = common_group_count(reports)
+        return reports
 
     @contextlib.contextmanager
     def active(self, generation: int) -> Iterator[None]:
@@ -72,7 +86,7 @@ class SoloGroups:
             generation: of the groups, in which collectives are counted from the beginning afterwards.
         """
         self.is_active = True
-        num_hashed_names = dict(self._hashed_names.counts)
+        num_hashed_names = dict(self.hashed_names.counts)
         self._real_groups = {group: group.inner for group in self._table if group.is_connected}
         for group in self._real_groups:
             group.replace_inner(_fake_inner(group, group.get_group_store()))
@@ -84,7 +98,7 @@ class SoloGroups:
                 group.replace_inner(self._real_groups.get(group))
                 group.label.reset_counters(generation)
             self._real_groups = {}
-            self._hashed_names.counts = num_hashed_names
+            self.hashed_names.counts = num_hashed_names
             if self.group_count is not None:
                 c10d._world.group_count = self.group_count
 
