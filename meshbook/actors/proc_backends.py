@@ -44,8 +44,9 @@ known_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # meshes with acto
 def prepare_client() -> None:
     """Have this process report failures that no actor has handled, and deadlocks of actors."""
     registry = local_registry()
+    registry.inquiry.ask_here = ask_exit
     if not registry.on_rank and registry.transport.exit_reasons.ask is None:
-        registry.transport.exit_reasons.ask = ask_exit
+        registry.transport.exit_reasons.ask = registry.inquiry.ask
         unhandled_faults.install(registry)
         if after_s := read_stall_timeout(os.environ):
             DeadlockWatch(registry.transport, report_deadlock, after_s=after_s)
@@ -242,15 +243,18 @@ def record_mesh_end(session: weakref.ref[Session], reason: str) -> None:
         local_transport().exit_reasons.record_mesh_end(pids, reason)
 
 
-def ask_exit(pid: int, then: Callable[[], None]) -> None:
-    """Have the mesh of a process look whether it has ended; call `then` when its exit has been recorded, or it runs."""
+def ask_exit(pid: int, then: Callable[[], None]) -> bool:
+    """Have the mesh of a process look whether it has ended; call `then` when its exit has been recorded, or it runs.
+
+    Returns:
+        Whether a mesh has such a process.
+    """
     for session in list(known_sessions):
         ranks = tuple(rank.rank for rank in session.info.ranks if rank.pid == pid)
         if ranks:
             break
     else:  # it was replaced, which was recorded
-        then()
-        return
+        return False
     connection = session.connection
 
     def answered(future: concurrent.futures.Future[Any]) -> None:
@@ -262,6 +266,7 @@ def ask_exit(pid: int, then: Callable[[], None]) -> None:
         connection.request(messages.CheckExits(connection.next_call_id(), ranks)).add_done_callback(answered)
     except MeshbookError:
         then()
+    return True
 
 
 def record_exits(exited: tuple[messages.RankExited, ...]) -> None:

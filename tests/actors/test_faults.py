@@ -72,7 +72,9 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
     assert caught.value.endpoint == "counters.sleep"
     with pytest.raises(SupervisionError, match="is lost"):
         streamed[0].get(WAIT_S)
-    assert "SupervisionError: counters.sleep: rank 2" in from_actor.get(WAIT_S)
+    said = from_actor.get(WAIT_S)
+    assert "SupervisionError: counters.sleep: rank 2" in said
+    assert "was killed by SIGKILL" in said
     with pytest.raises(SupervisionError, match="is lost"):  # a call that begins afterwards
         counters.add.call().get(WAIT_S)
     more = doomed.slice(gpus=slice(0, 2)).spawn("more", Counter)
@@ -86,9 +88,9 @@ def test_callers_and_owners_hear_how_a_process_has_ended_however_late_its_superv
     doomed: ProcMesh, unhandled: list[MeshFailure], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (exit_reasons, lives):
-        monkeypatch.setattr(module, "ASK_REASON_AFTER_S", 0.0)
         monkeypatch.setattr(module, "REASON_TIMEOUT_S", 1e6)
     reasons, asked = local_transport().exit_reasons, threading.Semaphore(0)
+    monkeypatch.setattr(reasons, "ask_after_s", 0.0)
     ask: Any = reasons.ask
 
     def note_and_ask(pid: int, then: Any) -> None:
@@ -140,6 +142,7 @@ def test_the_owner_is_told_and_what_it_handles_goes_no_further(
     _until(lambda: boss.news.call_one().get(WAIT_S))
     (report,) = boss.news.call_one().get(WAIT_S)
     assert "rank 1 of 'staff' is lost" in report
+    assert "was killed by SIGKILL" in report
     assert unhandled == []
     boss.stop().get(WAIT_S)
 

@@ -16,10 +16,12 @@ class ExitReasons:
     Attributes:
         ask: has it looked whether the process with a pid has ended, and calls a function, perhaps at once, when its
             exit has been recorded or it has not ended. None: exits are not reported to this process.
+        ask_after_s: exits are reported unasked, and usually within this time.
     """
 
     def __init__(self) -> None:
         self.ask: Callable[[int, Callable[[], None]], None] | None = None
+        self.ask_after_s = ASK_REASON_AFTER_S
         self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
         self._ended_with_mesh: BoundedDict[int, bool] = BoundedDict()
         self._changed = threading.Condition()
@@ -45,6 +47,10 @@ class ExitReasons:
         """Return whether the process at `address` was reported to have exited."""
         return address.pid in self._reason_by_pid
 
+    def reason_of(self, pid: int) -> str:
+        """Return what was recorded of a process, "was killed by SIGKILL"; "" if nothing was."""
+        return self._reason_by_pid.get(pid) or ""
+
     def check(self, address: NodeAddress) -> threading.Event:
         """Have it looked whether the process at `address` has ended. Returns an event, which is set afterwards."""
         checked = threading.Event()
@@ -66,11 +72,11 @@ class ExitReasons:
             return "its process has ended"
         if wait and self.ask is not None:
             self._wait_until_reported(address)
-        return f"its process (pid {address.pid}) {self._reason_by_pid.get(address.pid) or 'has ended'}"
+        return f"its process (pid {address.pid}) {self.reason_of(address.pid) or 'has ended'}"
 
     def _wait_until_reported(self, address: NodeAddress) -> None:
         with self._changed:
-            if self._changed.wait_for(lambda: self.is_known(address), ASK_REASON_AFTER_S):
+            if self._changed.wait_for(lambda: self.is_known(address), self.ask_after_s):
                 return
         checked = self.check(address)
         with self._changed:

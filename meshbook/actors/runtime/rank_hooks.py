@@ -29,6 +29,8 @@ def enable_actors(
     registry = local_registry()
     registry.on_rank = True
     registry.use_device = use_device
+    exit_reasons = registry.transport.exit_reasons
+    exit_reasons.ask, exit_reasons.ask_after_s = registry.inquiry.ask, 0.0
     registry.transport.payloads.resolve = resolve
     address = registry.transport.address
     return [address.node, address.key, address.pid]

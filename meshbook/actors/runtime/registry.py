@@ -10,6 +10,7 @@ from typing import Any
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.actors.runtime.calls import IncomingCall, failure_reply
+from meshbook.actors.runtime.exit_inquiry import ExitInquiry
 from meshbook.actors.runtime.payloads import PICKLED_NONE
 from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.refs import ActorRef
@@ -19,7 +20,7 @@ from meshbook.clock import monotonic
 from meshbook.wire import messages
 from meshbook.wire.messages import NodeAddress
 from meshbook.wire.process_control import ACTORS_GRACE_S
-from meshbook.wire.stop_timing import ASK_REASON_AFTER_S, REASON_TIMEOUT_S
+from meshbook.wire.stop_timing import REASON_TIMEOUT_S
 
 _EXPLAIN_S = 0.25  # after which it is usually known how a process has exited; then between two looks
 _DRAIN_S = 2.0  # of ACTORS_GRACE_S, for queued messages; the rest is for `__cleanup__`
@@ -52,6 +53,7 @@ class ActorRegistry:
                 messages.ActorEnded: self._actor_ended,
             }
         )
+        self.inquiry = ExitInquiry(transport, lambda: {runner.owner.address for runner in list(self.actors.values())})
         transport.peer_lost_callbacks.append(self._peer_lost)
 
     def status_rows(self) -> list[dict[str, Any]]:
@@ -238,10 +240,10 @@ class ActorRegistry:
         def look() -> None:
             nonlocal checked
             waited_s = monotonic() - lost_at
-            if checked is None and waited_s >= ASK_REASON_AFTER_S:
+            if checked is None and waited_s >= exit_reasons.ask_after_s:
                 checked = exit_reasons.check(address)
             is_checked = checked is not None and checked.is_set()
-            if is_checked or exit_reasons.is_known(address) or waited_s >= ASK_REASON_AFTER_S + REASON_TIMEOUT_S:
+            if is_checked or exit_reasons.is_known(address) or waited_s >= exit_reasons.ask_after_s + REASON_TIMEOUT_S:
                 tell()
             else:
                 reactor.call_later(_EXPLAIN_S, look)

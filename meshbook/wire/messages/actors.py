@@ -160,7 +160,20 @@ class ActorEnded(ActorMessage):
     actor: str
 
 
+class AskExit(ActorMessage):
+    """To the owner of an actor: how has the process with this pid exited?"""
+
+    number: int  # the asker's, for the answer
+    pid: int
+
+
+class ExitAnswer(ActorMessage):
+    number: int
+    pid: int
+    reason: str  # "was killed by SIGKILL"; "": it has not exited, or that is not known
+
+
 PeerMessage = (
     PeerHello | CallActor | SpawnActor | StopActor | InterruptActor | ActorReply | ActorFailure | PortMessage
-    | ReleaseSegments | PrepareShutdown | ShutdownNotice | FaultReport | ActorEnded
+    | ReleaseSegments | PrepareShutdown | ShutdownNotice | FaultReport | ActorEnded | AskExit | ExitAnswer
 )  # fmt: skip
