@@ -20,16 +20,18 @@ NUM_TRIES: Final = 1500
 # The same, if the thread waits in one call all the while: for a lock, for example.
 NUM_BLOCKED_TRIES: Final = 150
 
-# Modules in which locks are taken and given back, and children started, by Python code of a few lines. What they call
-# (a thread's target, a logging handler's stream, the body of a context manager) can be interrupted.
+# Modules in which locks are taken and given back, children started, and callbacks taken out of a queue, by Python code
+# of a few lines. What they call (a thread's target, a logging handler's stream, the body of a context manager, a task's
+# coroutine) can be interrupted, and so can the event loop's wait, which is in `selectors`.
 _MODULES: Final = frozenset({
-    "_frozen_importlib", "_weakrefset", "concurrent.futures._base", "concurrent.futures.process",
-    "concurrent.futures.thread", "contextlib", "importlib._bootstrap", "logging", "logging.handlers",
-    "multiprocessing.connection", "multiprocessing.context", "multiprocessing.heap", "multiprocessing.managers",
-    "multiprocessing.pool", "multiprocessing.popen_fork", "multiprocessing.popen_forkserver",
-    "multiprocessing.popen_spawn_posix", "multiprocessing.process", "multiprocessing.queues",
-    "multiprocessing.reduction", "multiprocessing.resource_sharer", "multiprocessing.resource_tracker",
-    "multiprocessing.synchronize", "multiprocessing.util", "queue", "subprocess", "threading", "weakref",
+    "_frozen_importlib", "_weakrefset", "asyncio.base_events", "asyncio.events", "asyncio.selector_events",
+    "concurrent.futures._base", "concurrent.futures.process", "concurrent.futures.thread", "contextlib",
+    "importlib._bootstrap", "logging", "logging.handlers", "multiprocessing.connection", "multiprocessing.context",
+    "multiprocessing.heap", "multiprocessing.managers", "multiprocessing.pool", "multiprocessing.popen_fork",
+    "multiprocessing.popen_forkserver", "multiprocessing.popen_spawn_posix", "multiprocessing.process",
+    "multiprocessing.queues", "multiprocessing.reduction", "multiprocessing.resource_sharer",
+    "multiprocessing.resource_tracker", "multiprocessing.synchronize", "multiprocessing.util", "queue", "subprocess",
+    "threading", "weakref",
 })  # fmt: skip
 # Functions that must complete with all that they call, by module and qualified name. DataLoader's workers are known to
 # what ends them only when the iterator's `__init__` has ended.

@@ -344,6 +344,25 @@ def test_a_stop_that_still_waits_when_user_code_has_ended_ends_the_call_all_the_
     gate.end()
 
 
+def test_a_stop_in_the_code_of_an_event_loop_waits_until_the_loop_does(gate: InterruptGate) -> None:
+    # Between the two lines that take a callback from the queue and call it, it would be lost, and with it its task.
+    loop = asyncio.new_event_loop()
+    loop.call_soon(signal.raise_signal, signal.SIGINT)  # a C function: the innermost frame is the event loop's
+    task = loop.create_task(asyncio.sleep(WAIT_S))
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loop.run_until_complete(task)
+    gate.disarm()
+    gate.end()
+    modules = [entry.frame.f_globals["__name__"] for entry in caught.traceback]
+    assert next(name for name in reversed(modules) if name != interrupt.__name__) == "selectors"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+
+
 def _main_frame() -> FrameType:
     return sys._current_frames()[threading.main_thread().ident or 0]
 
