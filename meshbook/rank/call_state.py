@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
+from meshbook.diagnose.source_files import cell_label
 from meshbook.errors import CollectiveAborted
 from meshbook.ids import CallId
 from meshbook.rank.process_groups import departures
@@ -56,6 +57,7 @@ class CallState:
         finished: how the previous call ended; None before the first.
         leave_reason: why others wait in vain for this rank, if its last call failed.
         release_error: the error that released this rank from the running call; None if nothing did.
+        cell_title: returns "cell 12" for the file of a cell.
     """
 
     def __init__(self, rank: int) -> None:
@@ -64,6 +66,7 @@ class CallState:
         self.running: RunningCall | None = None
         self.finished: FinishedCall | None = None
         self.leave_reason = ""
+        self.cell_title: Callable[[str], str | None] = cell_label
         self.release_error: CollectiveAborted | None = None
         self._is_concluded = False  # whether the running call will begin no more collectives
         self._holding_call: CallId | None = None  # the call whose end holds the collectives
@@ -115,7 +118,9 @@ class CallState:
         """The call is about to be reported."""
         with self._lock:
             self.finished = FinishedCall(call, label, outcome, now)
-            self.leave_reason = departures.describe_leave_reason(self._rank, outcome, self.release_error)
+            self.leave_reason = departures.describe_leave_reason(
+                self._rank, outcome, self.release_error, self.cell_title
+            )
             self.running = None
             self._departures.pop(call, None)
 

@@ -91,6 +91,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     runner = CodeRunner(shell, output, gate)
     running_file = lambda: runner.running_file  # noqa: E731
     rank, device, state = config.rank, choose_device(config), CallState(config.rank)
+    state.cell_title = shell.cell_title
     outbox = Outbox()
     groups = RankGroups(
         config,

@@ -6,6 +6,8 @@ Three real ranks, which all of these tests share: what one leaves behind would s
 
 from __future__ import annotations
 
+import re
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -320,6 +322,26 @@ def test_a_rank_that_ended_without_coming_is_named(mesh: Mesh) -> None:
     works(mesh)
 
 
+def test_one_collective_too_many_on_a_rank_is_named_with_the_first_that_differs(mesh: Mesh) -> None:
+    mesh.run("def log_all(values):\n    for value in values.values():\n        dist.all_reduce(torch.tensor(value))")
+    source = """
+    values = {'loss': 1.0, 'accuracy': 2.0}
+    if rank == 2: values['lr'] = 3.0
+    log_all(values)
+    log_all({'norm': 5.0})
+    """
+    error = failure_of(mesh, textwrap.dedent(source).strip())
+    assert [one.ranks for one in error.failures] == [(2,)]
+    first, second = error.failures[0].evalue.splitlines()
+    assert first.endswith("ended the cell without coming to it")
+    number = re.match(r"rank 2 came to (\d+) collectives, ", second)
+    assert number is not None
+    assert f"They differ from #{int(number[1]) - 1} on: all_reduce of number float32 at line 3 of cell" in second
+    assert "called at line 3 on rank 2" in second
+    assert "called at line 4 on rank" in second
+    works(mesh)
+
+
 def test_a_collective_that_the_rank_had_joined_before_it_raised_is_completed(mesh: Mesh) -> None:
     error = failure_of(
         mesh,
@@ -444,6 +466,8 @@ def test_a_rank_that_begins_a_cell_after_another_clients_stop_is_released_by_tho
 
 def test_a_thread_that_still_takes_part_for_its_rank_is_waited_for(mesh: Mesh) -> None:
     source = """
+import re
+import textwrap
 import threading
 go = threading.Event()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
 from meshbook.errors import CollectiveAborted
@@ -13,13 +16,19 @@ from tests.rank.test_positions import Rank
 
 def doomed(waiting: Rank, *left: RankPosition, connecting: tuple[GroupLabel, ...] = ()) -> CollectiveAborted | None:
     return departures.find_doomed_wait(
-        waiting.ring.running(), connecting, left, rank=waiting.rank, running_file=__file__
+        waiting.ring.running(),
+        connecting,
+        left,
+        rank=waiting.rank,
+        recorded=lambda: waiting.ring.since(0),
+        locate=departures.make_locate(__file__),
     )
 
 
 def transport_cause(error: RankError | None, waiting: Rank, *left: RankPosition) -> CollectiveAborted | None:
-    recorded = reversed(waiting.ring.since(0))
-    return departures.find_transport_cause(error, recorded, left, rank=waiting.rank, running_file=__file__)
+    return departures.find_transport_cause(
+        error, waiting.ring.since(0), left, rank=waiting.rank, locate=departures.make_locate(__file__)
+    )
 
 
 def closed(text: str = "[gloo/transport/tcp/pair.cc:1] Connection closed by peer") -> RankError:
@@ -53,6 +62,66 @@ def test_of_a_rank_that_failed_in_the_collective_it_is_not_said_that_it_did_not_
     assert error is not None
     assert str(error) == "all_reduce #1 cannot be completed: rank 1 failed in it"
     assert error.cause == "rank 1 failed in all_reduce #1"
+
+
+def test_all_ranks_that_ended_without_coming_to_it_are_named_with_how_many_each_came_to() -> None:
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    for rank in ranks:
+        rank.done(4)
+    waiting = ranks.pop(2)
+    waiting.begin()
+    error = doomed(waiting, *(rank.left() for rank in ranks))
+    assert error is not None
+    first, second = str(error).splitlines()
+    assert first == "all_reduce #5 cannot be completed: ranks 0-1,3 ended the cell without coming to it"
+    assert second.startswith("rank 2 came to 5 collectives, ranks 0-1,3 to 4. Which one of rank 2's is too many")
+    assert error.ranks == (0, 1, 3)
+
+
+def log_all(rank: Rank, count: int) -> None:
+    for _ in range(count):
+        rank.ring.finish(rank.ring.begin("all_reduce", rank.label))
+
+
+def test_the_first_collective_that_ranks_called_elsewhere_is_named_with_both_lines() -> None:
+    waiting, other = Rank(2), Rank(0)
+    for rank, count in ((waiting, 3), (other, 2)):
+        log_all(rank, count)
+    for rank in (waiting, other):
+        log_all(rank, 1)
+    waiting.begin()
+    error = doomed(waiting, other.left())
+    assert error is not None
+    _, second = str(error).splitlines()
+    assert "They differ from #3 on: all_reduce at line" in second
+    assert second.endswith("What #3 and those after it have computed may mix different values")
+    lines = re.findall(r"called at line (\d+)", second)
+    assert len(set(lines)) == 2
+
+
+def test_other_shapes_at_the_same_line_are_a_difference() -> None:
+    waiting, other = Rank(1), Rank(0)
+    for rank, sizes in ((waiting, (4, 8, 4)), (other, (4, 4))):
+        for size in sizes:
+            tensor = SimpleNamespace(shape=(size,), dtype="float32")
+            rank.ring.finish(rank.ring.begin("all_reduce", rank.label, [tensor]))
+    waiting.begin()
+    error = doomed(waiting, other.left())
+    assert error is not None
+    assert "They differ from #2 on: all_reduce of 8 float32 at line" in str(error)
+
+
+def test_a_rank_that_was_in_no_collective_of_the_call_has_mixed_nothing() -> None:
+    waiting, gone = Rank(0), Rank(1)
+    waiting.begin()
+    error = doomed(waiting, gone.left())
+    assert error is not None
+    assert "\n" not in str(error)
+
+
+def test_a_line_of_another_cell_is_named_by_its_cell() -> None:
+    locate = departures.make_locate("/tmp/1.py", {"/tmp/2.py": "cell 7"}.get)
+    assert [locate(f"/tmp/{number}.py", 3) for number in (1, 2, 3)] == ["line 3", "line 3 of cell 7", "3.py:3"]
 
 
 def test_a_collective_that_a_departed_rank_has_joined_can_complete() -> None:

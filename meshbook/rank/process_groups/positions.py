@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterable
 
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel
-from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, GroupPosition, RankPosition
+from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, CollectiveCall, GroupPosition, RankPosition
+
+# How many collectives of a call a rank reports to those that wait for it.
+_MAX_REPORTED = 16
 
 
 def group_positions(labels: Iterable[GroupLabel], ring: CollectiveRing, since: int) -> tuple[GroupPosition, ...]:
@@ -36,6 +39,7 @@ def _group_position(
     for collective in failed:
         if collective.op in POINT_TO_POINT:
             p2p_counts[collective.op == "send", collective.peer] -= 1
+    new = [collective for collective in of_group if collective.seq > since]
     return GroupPosition(
         name=label.name,
         ranks=label.ranks,
@@ -46,8 +50,42 @@ def _group_position(
         received_from_any=p2p_counts.get((False, None), 0),
         is_uncertain=label.is_doubtful,
         num_in_flight=sum(collective.t_end is None for collective in of_group),
-        has_new_collectives=is_truncated or any(collective.seq > since for collective in of_group),
+        has_new_collectives=is_truncated or bool(new),
+        new_collectives=describe_calls(new),
     )
+
+
+def describe_calls(collectives: Iterable[Collective]) -> tuple[CollectiveCall, ...]:
+    """Return what is the same of the last of these on all ranks that run the same code, without sends and receives."""
+    reported = [collective for collective in collectives if collective.op not in POINT_TO_POINT]
+    found = []
+    for collective in reported[-_MAX_REPORTED:]:
+        line, caller = collective.line, collective.caller_line
+        inputs = zip(collective.shapes, collective.dtypes, strict=True)
+        found.append(
+            CollectiveCall(
+                collective.group_seq,
+                collective.op,
+                "" if line is None else line.file,
+                0 if line is None else line.line,
+                "" if caller is None else caller.file,
+                0 if caller is None else caller.line,
+                ", ".join(f"{'x'.join(map(str, shape)) or 'number'} {dtype}" for shape, dtype in inputs),
+            )
+        )
+    return tuple(found)
+
+
+def first_difference(
+    own: Iterable[CollectiveCall], left: RankPosition, name: str
+) -> tuple[CollectiveCall, CollectiveCall] | None:
+    """Return the first collective of a group that a departed rank called elsewhere, or with other inputs, and its own.
+
+    None if none is known that differs.
+    """
+    group = next((one for one in left.groups if one.name == name), None)
+    others = {call.seq: call for call in (() if group is None else group.new_collectives)}
+    return next(((call, others[call.seq]) for call in own if others.get(call.seq, call) != call), None)
 
 
 def has_other_collective_threads(ring: CollectiveRing) -> bool:

@@ -173,10 +173,10 @@ class RankGroups:
         if departed and outcome.error is not None:
             transport_cause = departures.find_transport_cause(
                 outcome.error,
-                reversed(self.ring.since(self._state.seq_before(call, 0))),
+                self.ring.since(self._state.seq_before(call, 0)),
                 departed,
                 rank=self._config.rank,
-                running_file=self._running_file(),
+                locate=departures.make_locate(self._running_file(), self._state.cell_title),
             )
             if transport_cause is not None:
                 self._state.transport_failed(transport_cause)
@@ -308,7 +308,8 @@ class RankGroups:
                     groups.connector.connecting,
                     departed,
                     rank=self._config.rank,
-                    running_file=self._running_file(),
+                    recorded=lambda call=call: self.ring.since(self._state.seq_before(call, 0)),  # type: ignore[misc]
+                    locate=departures.make_locate(self._running_file(), self._state.cell_title),
                 )
                 if error is not None and self._state.release_from(call, error):
                     groups.abort(error, generation=generation)

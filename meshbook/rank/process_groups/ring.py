@@ -124,6 +124,8 @@ class Collective:
     """
 
     __slots__ = (
+        "_caller_code",
+        "_caller_instruction",
         "_code",
         "_dtypes",
         "_instruction",
@@ -155,6 +157,8 @@ class Collective:
         instruction: int,
         t_start: float,
         pair_seq: int = 0,
+        caller_code: CodeType | None = None,
+        caller_instruction: int = -1,
     ) -> None:
         self.op = op
         self.seq = seq
@@ -170,6 +174,7 @@ class Collective:
         self._dtypes = dtypes
         self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
         self._instruction = instruction
+        self._caller_code, self._caller_instruction = caller_code, caller_instruction
         self._is_finished: Callable[[], bool] | None = None
         self._on_device = False  # `_is_finished` queries the device's driver
 
@@ -195,6 +200,11 @@ class Collective:
     def line(self) -> UserLine | None:
         """The innermost frame of the user's code at the call; None if no stack had such a frame."""
         return None if self._code is None else _find_line(self._code, self._instruction)
+
+    @property
+    def caller_line(self) -> UserLine | None:
+        """The line that called the function of `line`; None if that is not the user's code, or unknown."""
+        return None if self._caller_code is None else _find_line(self._caller_code, self._caller_instruction)
 
     def seconds(self, now: float | None = None) -> float:
         """Return how long it took, or has been running at monotonic time `now` (default: now)."""
@@ -302,6 +312,7 @@ class CollectiveRing:
             peer: global rank of the other side, for a send or recv.
         """
         frame: Any = None
+        caller: Any = None
         if self._detailed:
             frame = sys._getframe(1)
             skip_cache = self._skip_cache
@@ -315,6 +326,10 @@ class CollectiveRing:
                 frame = frame.f_back
             if frame is None:
                 frame = self._main_thread_user_frame()
+            if frame is not None:
+                caller = frame.f_back
+                if caller is not None and self._is_skipped(caller.f_code.co_filename):
+                    caller = None
             if len(tensors) > MAX_RECORDED_TENSORS:
                 tensors = tensors[:MAX_RECORDED_TENSORS]
         else:
@@ -335,9 +350,18 @@ class CollectiveRing:
             -1 if frame is None else frame.f_lasti,
             self._clock(),
             label.next_pair_seq(op == "send", peer) if is_p2p else 0,
+            None if caller is None else caller.f_code,
+            -1 if caller is None else caller.f_lasti,
         )
         self._slots[seq % self._size] = self._last = collective
         return collective
+
+    def _is_skipped(self, file: str) -> bool:
+        """Whether frames of a file are not the user's."""
+        is_skipped = self._skip_cache.get(file)
+        if is_skipped is None:
+            is_skipped = self._skip_cache[file] = file.startswith(self._skip_prefixes)
+        return is_skipped
 
     def finish(self, collective: Collective, error: BaseException | str | None = None) -> None:
         """Record the end of a collective. Only the first call counts; later failures are ignored."""

@@ -69,6 +69,18 @@ class HostInfo(Struct, frozen=True, gc=False):
     reason: str = ""  # why it is lost
 
 
+class CollectiveCall(Struct, array_like=True, frozen=True, gc=False):
+    """A collective that a rank has begun, as far as it is the same on all members that run the same code."""
+
+    seq: int  # in its group
+    op: str
+    file: str = ""  # the user's line; "": not known
+    line: int = 0
+    caller_file: str = ""  # the line that called that line's function; "": it is in no function of the user's
+    caller_line: int = 0
+    shapes: str = ""  # of the inputs, "4x8 float32"
+
+
 class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     """A rank's progress in one process group, counted since the group was last formed."""
 
@@ -82,6 +94,7 @@ class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     is_uncertain: bool = False  # an operation was interrupted while it started
     num_in_flight: int = 0  # of all of these operations
     has_new_collectives: bool = False  # some were started in the call that the query is about
+    new_collectives: tuple[CollectiveCall, ...] = ()  # the last of them
 
 
 class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
