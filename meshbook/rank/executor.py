@@ -94,10 +94,9 @@ class Executor:
     # ---- the loop
 
     def serve(self) -> None:
-        work = self._reporter.work_socket
         while True:
             try:
-                command = codec.rank_commands.decode_body(work.receive())
+                command = codec.rank_commands.decode_body(self._reporter.receive(self._runner.run_tasks_until_readable))
                 if isinstance(command, messages.Exit):
                     return
                 handler = self._handlers.get(type(command))

@@ -231,9 +231,15 @@ class LinkedDealer:
     def send(self, body: bytes) -> None:
         send_frames(self.socket, (self._link.number(body), body))
 
-    def receive(self) -> bytes:
-        """Wait for the next message and return its body. A signal handler that raises leaves no message half read."""
+    def receive(self, wait: Callable[[zmq.Socket[bytes]], None] | None = None) -> bytes:
+        """Wait for the next message and return its body. A signal handler that raises leaves no message half read.
+
+        Args:
+            wait: returns when the socket is readable.
+        """
         while True:
+            if wait is not None:
+                wait(self.socket)
             zmq.zmq_poll([(self.socket, zmq.POLLIN)])
             body = self.accept(self.socket.recv_multipart())
             if body is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -185,6 +187,41 @@ def test_a_cell_that_takes_too_long_is_interrupted_and_says_so(mesh: Mesh) -> No
 )
 def test_stop_ends_whatever_the_ranks_are_in_and_the_next_cell_works(mesh: Mesh, source: str) -> None:
     future = mesh.run(source, wait=False)
+    when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    future.interrupt()
+    assert isinstance(future.exception(WAIT_S), CellInterrupted)
+    assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
+
+
+def test_asyncio_tasks_that_a_cell_has_begun_run_on_when_it_has_ended(mesh: Mesh, tmp_path: Path) -> None:
+    source = f"""
+    import asyncio
+    async def tick():
+        while True:
+            with open(f"{tmp_path}/{{rank}}", "a") as marks:
+                marks.write("x")
+            await asyncio.sleep(0.01)
+    ticking = asyncio.ensure_future(tick())
+    await asyncio.sleep(0)
+    """
+    mesh.run(textwrap.dedent(source))
+    marks = [tmp_path / str(rank) for rank in mesh.ranks]
+    when(lambda: all(path.exists() and path.stat().st_size > 3 for path in marks))
+    assert mesh.run("ticking.cancel()\n'next'").values.same() == "next"
+
+
+def test_stop_ends_a_callback_that_keeps_its_rank_between_cells(mesh: Mesh, tmp_path: Path) -> None:
+    source = f"""
+    import asyncio
+    def block():
+        open(f"{tmp_path}/{{rank}}", "w").close()
+        while True: pass
+    _ = asyncio.get_running_loop().call_later(0.01, block)
+    await asyncio.sleep(0)
+    """
+    mesh.run(textwrap.dedent(source))
+    when(lambda: all((tmp_path / str(rank)).exists() for rank in mesh.ranks), "all ranks' callbacks")
+    future = mesh.run("1", wait=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     future.interrupt()
     assert isinstance(future.exception(WAIT_S), CellInterrupted)

@@ -19,6 +19,7 @@ from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import IPython.core.display_functions
+import zmq
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
 from meshbook.rank.cells import tracebacks
@@ -127,6 +128,21 @@ class CodeRunner:
             self._shell.terminal.end_debugging()
             self.allow_input = allowed_before
         return CellRun("ok", has_result=True, result=result)
+
+    def run_tasks_until_readable(self, socket: zmq.Socket[bytes]) -> None:
+        """Run the asyncio tasks that cells have left behind, until a socket has a message. A Stop ends one of them."""
+        loop = self._shell.event_loop
+
+        def is_readable() -> bool:
+            return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+        while loop.has_work and not is_readable():
+            self._gate.begin()
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._armed(lambda: loop.run_until_readable(int(socket.getsockopt(zmq.FD)), is_readable))
+            finally:
+                self._gate.end()
 
     def preview(self, value: Any) -> Preview:
         """Return the preview of a value, by the user's formatters and `__repr__`s. Interruptible; raises nothing."""

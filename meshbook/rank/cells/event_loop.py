@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ class CellEventLoop:
         outer_coroutine, self.awaited_coroutine = self.awaited_coroutine, coroutine
         try:
             with _wake_on_signals(loop):
-                return loop.run_until_complete(task)
+                return _run_until_done(loop, task)
         except KeyboardInterrupt:
             if task.done():  # it was computing, and raised the exception itself
                 if not task.cancelled():
@@ -50,18 +50,73 @@ class CellEventLoop:
             task.cancel()
             where: TracebackType | None = None
             try:
-                loop.run_until_complete(task)
+                _run_until_done(loop, task)
             except asyncio.CancelledError as cancelled:
                 where = cancelled.__traceback__  # contains the line that awaited
             raise KeyboardInterrupt().with_traceback(where) from None
         finally:
             self.awaited_coroutine = outer_coroutine
 
+    @property
+    def has_work(self) -> bool:
+        """Whether cells have left tasks or callbacks behind."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return False
+        has_callbacks = any(getattr(loop, name, None) for name in ("_scheduled", "_ready"))
+        return has_callbacks or bool(asyncio.all_tasks(loop))
+
+    def run_until_readable(self, fd: int, is_readable: Callable[[], bool]) -> None:
+        """Run what cells have left behind.
+
+        Args:
+            fd: readable when `is_readable` may have changed.
+        """
+        assert self._loop is not None
+        loop, stop = self._loop, _StopLoop(self._loop)
+
+        def look() -> None:
+            if is_readable():
+                stop()
+
+        loop.add_reader(fd, look)
+        try:
+            loop.call_soon(look)
+            with _wake_on_signals(loop):
+                loop.run_forever()
+        finally:
+            stop.is_current = False
+            loop.remove_reader(fd)
+
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
             asyncio.set_event_loop(None)
+
+
+class _StopLoop:
+    """Stops an event loop, but for a later run of it: an interrupt may leave its callback in the loop's queue."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.is_current = loop, True
+
+    def __call__(self, *_: object) -> None:
+        if self.is_current:
+            self._loop.stop()
+
+
+def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Any:
+    """Run an event loop until a task is done, and return its result."""
+    stop = _StopLoop(loop)
+    task.add_done_callback(stop)
+    try:
+        while not task.done():
+            loop.run_forever()
+    finally:
+        stop.is_current = False
+        task.remove_done_callback(stop)
+    return task.result()
 
 
 @contextlib.contextmanager

@@ -132,8 +132,8 @@ def _describe_counts(
     differences = {other: pair for other, pair in found.items() if pair is not None}
     if not differences:
         return (
-            f"{text}. Which one of rank {rank}'s is too many is not known: those after it may have mixed different values, "
-            "unless it is the last"
+            f"{text}. Which one of rank {rank}'s is too many is not known: unless it is the last, those after it may "
+            "have mixed different values"
         )
     first = min(pair[0].seq for pair in differences.values())
     at_first = {other: pair for other, pair in differences.items() if pair[0].seq == first}
