@@ -342,11 +342,9 @@ class ForkStarter:
     def _on_readable(self) -> None:
         while not self._closing:
             try:
-                data = self._socket.recv(spawn.RECEIVE_BYTES)
+                data = receive_report(self._socket)
             except BlockingIOError:
                 return
-            except OSError:
-                data = b""
             if not data:
                 self._loop.unwatch(self._socket.fileno())
                 self._on_server_exit(self._exit_description())
@@ -379,6 +377,26 @@ class ForkStarter:
             code = self._process.wait()
         self.has_failed = code >= 0 and self.ready_s is None
         return describe_exit(-code, None) if code < 0 else describe_exit(None, code)
+
+
+def receive_report(server: socket.socket) -> bytes:
+    """Return what a fork server has sent next; b"" if nothing follows, because it has ended.
+
+    Where it has ended without reading all that it was sent, the system says so before what it had sent itself.
+
+    Raises:
+        BlockingIOError: nothing is here yet.
+    """
+    for _ in range(2):
+        try:
+            return server.recv(spawn.RECEIVE_BYTES)
+        except ConnectionResetError:
+            pass  # once
+        except BlockingIOError:
+            raise
+        except OSError:
+            break
+    return b""
 
 
 def _connect_branch(branch_from: str, listen_path: str) -> socket.socket | None:

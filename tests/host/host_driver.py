@@ -56,7 +56,8 @@ class HostDriver:
             store_address=self._store.address,
         )
         self.send(form)
-        assert self.wait_for(messages.CallFinished, form.call).outcomes[0].outcome.status == "ok"
+        outcome = self.wait_for(messages.CallFinished, form.call).outcomes[0].outcome
+        assert outcome.status == "ok", outcome.error
 
     def new_call_id(self) -> str:
         return f"call-{next(self._calls)}"

@@ -19,7 +19,7 @@ from meshbook.host.fresh_starter import FreshStarter
 from meshbook.host.launcher import _read_tail
 from meshbook.host.rank_processes import num_unread_bytes
 from meshbook.host.rank_record import RankRecord
-from meshbook.host.starter import ForkStarter, RankProcess, make_pipe
+from meshbook.host.starter import ForkStarter, RankProcess, make_pipe, receive_report
 from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
 from tests.host.host_driver import HostDriver, running_host
@@ -106,6 +106,18 @@ import sys, threading
 if "meshbook.rank.forkserver" in sys.orig_argv:
     threading.Thread(target=threading.Event().wait, name="plugin", daemon=True).start()
 """
+
+
+def test_the_last_words_of_a_server_are_heard_though_it_has_not_read_what_it_was_sent() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            receive_report(ours)
+        ours.send(b"a request")
+        theirs.send(b"may not fork")
+        theirs.close()
+        assert [receive_report(ours), receive_report(ours)] == [b"may not fork", b""]
 
 
 def test_a_fork_server_whose_imports_have_started_a_thread_forks_nothing_and_the_first_cell_says_so(
