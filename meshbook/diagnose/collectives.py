@@ -13,26 +13,11 @@ from typing import NamedTuple
 
 from meshbook.diagnose.rank_activity import Activity
 from meshbook.ids import Ranks, name_ranks
-from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo, RankSnapshot
+from meshbook.wire.messages import POINT_TO_POINT, SAME_SHAPE_OPS, CollectiveInfo, RankSnapshot
 
 # A group's label, and its first member, last member and size. Labels are not unique where several groups of one kind
 # exist side by side, and comparing a thousand members for every collective of a thousand rings is slow.
 GroupKey = tuple[str, int, int, int]
-
-# Operations whose inputs must have one shape on all members. Others may differ: all_to_all and gathers into lists
-# accept uneven tensors.
-_SAME_SHAPE_OPS = frozenset(
-    (
-        "all_reduce",
-        "all_reduce_coalesced",
-        "broadcast",
-        "reduce",
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    )
-)
 
 # Collectives that a group must have completed before a straggler is reported.
 MIN_COMPLETED_COLLECTIVES = 5
@@ -137,13 +122,21 @@ def find_waits(
         if key not in missing:
             missing[key] = rings.missing(op, activities)
         found[rank] = RankWait(rank, op, tuple(other for other in missing[key] if other != rank))
-    for rank in making:
+    for ranks, makers in _group_makers(making, forming):
         # A group whose members connect waits for these; what follows, torch's barrier, takes all ranks.
-        members = tuple(member for member in forming.get(rank, ()) if member in activities) or tuple(sorted(activities))
+        members = tuple(rank for rank in ranks if rank in activities) or tuple(sorted(activities))
         if others := tuple(member for member in members if member not in making):
             group_creation = CollectiveInfo(op="making a process group", group="", group_ranks=members, seq=0)
-            found[rank] = RankWait(rank, group_creation, others)
+            found.update((rank, RankWait(rank, group_creation, others)) for rank in makers)
     return found
+
+
+def _group_makers(making: Iterable[int], forming: Mapping[int, Ranks]) -> Iterable[tuple[Ranks, list[int]]]:
+    """Return the groups that are made, by their members, with the ranks that make them."""
+    makers: dict[Ranks, list[int]] = {}
+    for rank in sorted(making):
+        makers.setdefault(forming.get(rank, ()), []).append(rank)
+    return makers.items()
 
 
 def _missing_peers(
@@ -178,7 +171,7 @@ def find_disagreements(waits: Mapping[int, RankWait], rings: Rings) -> list[Disa
             continue
         name = next(iter(by_name))
         by_dtype = _group_ranks_by(ops, lambda op: op.dtype) if name != "barrier" else {}
-        by_shape = _group_ranks_by(ops, format_shapes) if name in _SAME_SHAPE_OPS else {}
+        by_shape = _group_ranks_by(ops, format_shapes) if name in SAME_SHAPE_OPS else {}
         if len(by_dtype) > 1:
             result.append(Disagreement("dtype-mismatch", key, seq, by_dtype, dict(ops)))
         elif len(by_shape) > 1:

@@ -25,6 +25,7 @@ from pathlib import Path
 from meshbook.host import stacks
 from meshbook.host.run_times import RunTimes, ThreadTimes
 from meshbook.wire.messages import ProcessStatus, ThreadStack
+from meshbook.wire.processes import children_of
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -291,11 +292,7 @@ def _parse_address(encoded: bytes) -> str:
 
 def _iter_children(pid: int) -> Iterator[tuple[int, str, str]]:
     """Yield its children: pid, state, command line."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
-    for child in sorted(found)[:_MAX_CHILDREN]:
+    for child in sorted(children_of(pid))[:_MAX_CHILDREN]:
         letter = process_state(child)
         if letter:
             yield child, letter, _command_line(child)

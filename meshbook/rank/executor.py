@@ -96,7 +96,8 @@ class Executor:
     def serve(self) -> None:
         while True:
             try:
-                command = codec.rank_commands.decode_body(self._reporter.receive(self._runner.run_tasks_until_readable))
+                body = self._reporter.work_socket.receive(self._runner.run_tasks_until_readable)
+                command = codec.rank_commands.decode_body(body)
                 if isinstance(command, messages.Exit):
                     return
                 handler = self._handlers.get(type(command))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import zmq
 
@@ -35,14 +34,6 @@ class Reporter:
             codec.rank_reports.decode_body(body)
         self.may_have_sent = True
         self.work_socket.send(body)
-
-    def receive(self, wait: Callable[[zmq.Socket[bytes]], None]) -> bytes:
-        """Return the next command. Main thread only.
-
-        Args:
-            wait: returns when the socket is readable, or before.
-        """
-        return self.work_socket.receive(wait)
 
     def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
         """Return the unsent output, and the number of the last piece that was sent."""

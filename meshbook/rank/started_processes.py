@@ -40,13 +40,12 @@ class StartedProcesses:
             return
         now = monotonic()
         for pid in _find_started(os.getpid(), begun_ticks, os.getpgrp(), _pids_with_owners()):
-            sent_at = self._interrupted.get(pid)
-            if sent_at is not None and now - sent_at < SIGINT_DEBOUNCE_S:
+            sent_at = self._interrupted.setdefault(pid, now)
+            is_new = sent_at == now
+            if not (hard or is_new) and now - sent_at < SIGINT_DEBOUNCE_S:
                 continue  # of the same Stop
-            is_kill = hard and sent_at is not None
-            self._interrupted.setdefault(pid, now)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL if is_kill else signal.SIGINT)
+                os.kill(pid, signal.SIGKILL if hard and not is_new else signal.SIGINT)
 
 
 def _find_started(pid: int, since_ticks: int, group: int, excluded: set[int]) -> list[int]:

@@ -44,7 +44,11 @@ class HostDriver:
         self.send(start)
         self._generation = 0
         self._store = StoreServer(self.loop, self._context, f"ipc://{self._folder}/store.sock", "token")
-        self.form_groups()
+        try:
+            self.form_groups()
+        except BaseException:
+            self.close()
+            raise
 
     def form_groups(self) -> None:
         """The process groups, the first time or again."""

@@ -111,6 +111,51 @@ def test_other_shapes_at_the_same_line_are_a_difference() -> None:
     assert "They differ from #2 on: all_reduce of 8 float32 at line" in str(error)
 
 
+def test_ranks_that_called_at_different_lines_are_not_said_to_have_called_at_one() -> None:
+    waiting, one, another = Rank(2), Rank(0), Rank(1)
+    log_all(waiting, 1)
+    log_all(one, 1)
+    log_all(another, 1)
+    waiting.begin()
+    error = doomed(waiting, one.left(), another.left())
+    assert error is not None
+    assert "ranks 0-1 ended the cell" in str(error)
+    assert re.search(r"called at line \d+ on rank 0\. What #1", str(error))
+
+
+def test_what_ranks_may_bring_in_other_shapes_is_no_difference() -> None:
+    waiting, other = Rank(1), Rank(0)
+    for rank, size in ((waiting, 4), (other, 8)):
+        tensor = SimpleNamespace(shape=(size,), dtype="float32")
+        rank.ring.finish(rank.ring.begin("all_gather", rank.label, [tensor]))
+    waiting.begin()
+    error = doomed(waiting, other.left())
+    assert error is not None
+    assert "They differ" not in str(error)
+
+
+def test_a_difference_from_the_first_that_is_known_on_may_be_an_earlier_one() -> None:
+    waiting, other = Rank(2), Rank(0)
+    log_all(waiting, 41)
+    log_all(other, 40)  # at another line
+    waiting.begin()
+    error = doomed(waiting, other.left())
+    assert error is not None
+    assert "They differ from #27 on, or from an earlier one: " in str(error)
+
+
+def test_what_was_begun_on_former_connections_is_not_compared() -> None:
+    waiting, other = Rank(2), Rank(0)
+    log_all(waiting, 1)
+    for rank in (waiting, other):
+        rank.label.reset_counters(2)
+        log_all(rank, 1)
+    waiting.begin()
+    error = doomed(waiting, other.left())
+    assert error is not None
+    assert "They differ" not in str(error)
+
+
 def test_a_rank_that_was_in_no_collective_of_the_call_has_mixed_nothing() -> None:
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()

@@ -44,7 +44,7 @@ class Started(StartedProcesses):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    monkeypatch.setattr(started_processes, "SIGINT_DEBOUNCE_S", 0.0)
+    monkeypatch.setattr(started_processes, "SIGINT_DEBOUNCE_S", WAIT_S)  # what is repeated is the same Stop
     started = Started()
     yield started
     for process in started.processes:

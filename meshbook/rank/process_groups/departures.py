@@ -109,7 +109,9 @@ def _collective_aborted(
     failed = [one for one in left if positions.has_failed_in(collective, one)]
     details = ""
     if not failed and not any(one.cause for one in left) and collective.op not in POINT_TO_POINT:
-        own = positions.describe_calls(one for one in recorded() if one.label is collective.label)
+        own = positions.describe_calls(
+            one for one in recorded() if one.label is collective.label and one.generation == collective.generation
+        )
         details = _describe_counts(collective, left, rank, own, locate)
     return _make_aborted_error(
         collective.op, what, collective.line, failed or left, locate, has_failed=bool(failed), details=details
@@ -128,20 +130,20 @@ def _describe_counts(
         ranks_by_count.setdefault(group.num_started, []).append(other)
     counts = ", ".join(f"{name_ranks(ranks)} to {count}" for count, ranks in sorted(ranks_by_count.items()))
     text = f"rank {rank} came to {collective.group_seq} collectives, {counts}"
-    found = {one.rank: positions.first_difference(own, one, collective.group) for one in left}
-    differences = {other: pair for other, pair in found.items() if pair is not None}
+    found = {other: positions.first_difference(own, group) for other, group in groups.items()}
+    differences = {other: difference for other, difference in found.items() if difference is not None}
     if not differences:
         return (
             f"{text}. Which one of rank {rank}'s is too many is not known: unless it is the last, those after it may "
             "have mixed different values"
         )
-    first = min(pair[0].seq for pair in differences.values())
-    at_first = {other: pair for other, pair in differences.items() if pair[0].seq == first}
-    mine, theirs = next(iter(at_first.values()))
+    first = min(differences.values(), key=lambda one: one.own.seq)
+    alike = name_ranks(other for other, difference in differences.items() if difference == first)
+    number = f"#{first.own.seq}"
     return (
-        f"{text}. They differ from #{first} on: {_describe_call(mine, locate)} on rank {rank}, "
-        f"{_describe_call(theirs, locate)} on {name_ranks(at_first)}. What #{first} and those after it have computed "
-        "may mix different values"
+        f"{text}. They differ from {number} on{'' if first.is_first else ', or from an earlier one'}: "
+        f"{_describe_call(first.own, locate)} on rank {rank}, {_describe_call(first.other, locate)} on {alike}. "
+        f"What {number} and those after it have computed may mix different values"
     )
 
 

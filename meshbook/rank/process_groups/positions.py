@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel
-from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, CollectiveCall, GroupPosition, RankPosition
+from meshbook.wire.messages import (
+    ACTOR_THREAD_PREFIX,
+    POINT_TO_POINT,
+    SAME_SHAPE_OPS,
+    CollectiveCall,
+    GroupPosition,
+    RankPosition,
+)
 
 # How many collectives of a call a rank reports to those that wait for it.
 _MAX_REPORTED = 16
@@ -61,7 +69,7 @@ def describe_calls(collectives: Iterable[Collective]) -> tuple[CollectiveCall, .
     found = []
     for collective in reported[-_MAX_REPORTED:]:
         line, caller = collective.line, collective.caller_line
-        inputs = zip(collective.shapes, collective.dtypes, strict=True)
+        inputs = zip(collective.shapes, collective.dtypes, strict=True) if collective.op in SAME_SHAPE_OPS else ()
         found.append(
             CollectiveCall(
                 collective.group_seq,
@@ -76,16 +84,26 @@ def describe_calls(collectives: Iterable[Collective]) -> tuple[CollectiveCall, .
     return tuple(found)
 
 
-def first_difference(
-    own: Iterable[CollectiveCall], left: RankPosition, name: str
-) -> tuple[CollectiveCall, CollectiveCall] | None:
-    """Return the first collective of a group that a departed rank called elsewhere, or with other inputs, and its own.
+class DifferentCall(NamedTuple):
+    """The first collective of a group that two ranks called at different lines, or with different inputs.
 
-    None if none is known that differs.
+    Attributes:
+        is_first: False: it is the first that both have reported, and there were others before.
     """
-    group = next((one for one in left.groups if one.name == name), None)
-    others = {call.seq: call for call in (() if group is None else group.new_collectives)}
-    return next(((call, others[call.seq]) for call in own if others.get(call.seq, call) != call), None)
+
+    own: CollectiveCall
+    other: CollectiveCall
+    is_first: bool
+
+
+def first_difference(own: Iterable[CollectiveCall], group: GroupPosition) -> DifferentCall | None:
+    """Compare with what a departed rank called in a group in this call; None: nothing is known that differs."""
+    others = {call.seq: call for call in group.new_collectives}
+    common = [(call, others[call.seq]) for call in own if call.seq in others]
+    for index, (call, other) in enumerate(common):
+        if call != other:
+            return DifferentCall(call, other, is_first=index > 0 or len(others) < _MAX_REPORTED)
+    return None
 
 
 def has_other_collective_threads(ring: CollectiveRing) -> bool:

@@ -19,6 +19,21 @@ from meshbook.wire.messages.reports import RankExited
 # Operations between two members of a group, in which the rest of the group takes no part.
 POINT_TO_POINT = frozenset(("send", "recv"))
 
+# Operations whose inputs must have one shape on all members. Others may differ: all_to_all and gathers into lists
+# accept uneven tensors.
+SAME_SHAPE_OPS = frozenset(
+    (
+        "all_reduce",
+        "all_reduce_coalesced",
+        "broadcast",
+        "reduce",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    )
+)
+
 # Frames of a stack that are retained at either end, the outermost and the innermost: a recursion has thousands between
 # them. Threads per rank whose stacks are reported: a pool of hundreds is at one line.
 MAX_END_FRAMES, MAX_STACKS = 100, 64
