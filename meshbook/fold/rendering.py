@@ -100,7 +100,7 @@ def render_errors(
     for failure in failures:
         if lines:
             lines.append("")
-        message = failure.evalue.split("\n", 1)[0]
+        message, _, details = failure.evalue.partition("\n")
         if len(message) > MAX_HEADER_CHARS:
             message = message[:MAX_HEADER_CHARS] + "…"
         whose = name_ranks(failure.ranks)
@@ -108,7 +108,8 @@ def render_errors(
         lines.append(
             f"{_BOLD}{whose}:{_RESET} {sanitize(title)}" if colour else f"{whose}: {sanitize(title, colour=False)}"
         )
-        lines.extend(sanitize(entry, colour=colour) for entry in failure.traceback)
+        # The traceback has the complete message. A rank that was released from a wait has none.
+        lines.extend(sanitize(entry, colour=colour) for entry in failure.traceback or details.splitlines())
         if note := dead_context_note(failure.ranks, failure.evalue):
             lines.append(note)
     if released:

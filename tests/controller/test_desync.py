@@ -336,9 +336,10 @@ def test_one_collective_too_many_on_a_rank_is_named_with_the_first_that_differs(
     assert first.endswith("ended the cell without coming to it")
     number = re.match(r"rank 2 came to (\d+) collectives, ", second)
     assert number is not None
-    assert f"They differ from #{int(number[1]) - 1} on: all_reduce of number float32 at line 3 of cell" in second
+    assert f"They differ from #{int(number[1]) - 1} on: all_reduce of scalar float32 at line 3 of cell" in second
     assert "called at line 3 on rank 2" in second
     assert "called at line 4 on rank" in second
+    assert second in "\n".join(error.rendered)  # what a notebook shows
     works(mesh)
 
 

@@ -165,11 +165,17 @@ def test_several_failures_stand_apart_and_the_lost_are_named():
 
 
 def test_a_header_is_one_line_of_bearable_length():
-    (header,) = render_errors([Failure((0,), "E", "first\nsecond")], colour=False)
+    header, *_ = render_errors([Failure((0,), "E", "first\nsecond", ("Traceback",))], colour=False)
     assert header == "rank 0: E: first"
     (header,) = render_errors([Failure((0,), "E", "x" * 5000)], colour=False)
     assert len(header) < 400
     assert header.endswith("…")
+
+
+def test_what_a_failure_without_a_traceback_says_is_shown_below_its_header():
+    # The rank was released from a wait: there is no traceback with the complete message.
+    assert render_errors([Failure((1,), "E", "first\nsecond \x07")], colour=False) == ["rank 1: E: first", "second ␇"]
+    assert render_errors([Failure((1,), "E", "first\nsecond", ("T",))], colour=False) == ["rank 1: E: first", "T"]
 
 
 def test_a_header_is_bold():

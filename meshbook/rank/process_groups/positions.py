@@ -78,7 +78,7 @@ def describe_calls(collectives: Iterable[Collective]) -> tuple[CollectiveCall, .
                 0 if line is None else line.line,
                 "" if caller is None else caller.file,
                 0 if caller is None else caller.line,
-                ", ".join(f"{'x'.join(map(str, shape)) or 'number'} {dtype}" for shape, dtype in inputs),
+                ", ".join(f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}" for shape, dtype in inputs),
             )
         )
     return tuple(found)
