@@ -52,6 +52,21 @@ class Defaults:
         return count_gpus() or min(4, max(2, num_cores()))
 
 
+def current_folder() -> Path:
+    """Return this process's current folder.
+
+    Raises:
+        UsageError: it has been deleted.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the folder that this process works in has been deleted. Change to one that exists (%cd ~ in a notebook, "
+            "os.chdir in a script), then run this again"
+        ) from None
+
+
 def read_defaults(start: Path | None = None, environment: dict[str, str] | None = None) -> Defaults:
     """Return the defaults that apply in folder `start` (None: the current one).
 
@@ -60,7 +75,7 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
     """
     environment = dict(os.environ) if environment is None else environment
     found = Defaults()
-    folder = (start or Path.cwd()).resolve()
+    folder = (start or current_folder()).resolve()
     for name, table in (("pyproject.toml", "tool.meshbook"), ("meshbook.toml", "")):
         path = next((directory / name for directory in (folder, *folder.parents) if (directory / name).is_file()), None)
         if path is None:

@@ -12,6 +12,9 @@ from meshbook.ids import Ranks
 from meshbook.marimo import page
 from meshbook.wire import messages
 
+# Asks the user with a prompt, for a password if True, and returns the reply; None: nobody is there.
+Prompter = Callable[[str, bool], str | None]
+
 _MARIMO_WIDTH = 80
 
 
@@ -80,12 +83,7 @@ def _wrap_for_marimo(text: str) -> str:
     return "\n".join(lines)
 
 
-def prompt_text(request: messages.InputRequest) -> str:
-    """Return the prompt with the rank that asks; the debugger's has its ranks already."""
-    return request.prompt if request.stop is not None else f"[rank {request.rank}] {request.prompt}"
-
-
-def find_prompter() -> Callable[[messages.InputRequest], str | None] | None:
+def find_prompter() -> Prompter | None:
     """Return what prompts the user of this process: a marimo page, a Jupyter cell, or the terminal; None: nobody."""
     cell = page.running_cell()
     if cell is not None and cell.mode != "script":
@@ -96,16 +94,13 @@ def find_prompter() -> Callable[[messages.InputRequest], str | None] | None:
     return prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
 
 
-def _prompt_in_marimo(request: messages.InputRequest) -> str | None:
-    return page.ask(prompt_text(request), password=request.password)
+def _prompt_in_marimo(prompt: str, password: bool) -> str | None:
+    return page.ask(prompt, password=password)
 
 
-def prompt_on_terminal(request: messages.InputRequest) -> str | None:
-    """Prompt for a rank's input(), or for a command for the debugger, on the terminal and return the reply."""
-    prompt = prompt_text(request)
-    if request.password:
-        return getpass.getpass(prompt)
-    return input(prompt)
+def prompt_on_terminal(prompt: str, password: bool) -> str | None:
+    """Prompt for input() of ranks, or for a command for the debugger, on the terminal and return the reply."""
+    return getpass.getpass(prompt) if password else input(prompt)
 
 
 def _supports_color(stream: str) -> bool:

@@ -80,11 +80,6 @@ class DebuggerPrompt:
         return tuple(sorted(self._stopped))
 
     @property
-    def stop(self) -> DebuggerStop:
-        """Where the first of the ranks that a command goes to is stopped."""
-        return self._stopped[self._in_focus()[0]]
-
-    @property
     def is_over(self) -> bool:
         """Whether all ranks were let go, and none may stop again at a step or a breakpoint."""
         return self._has_prompted and not self._stopped and not self._returning

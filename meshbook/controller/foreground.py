@@ -12,7 +12,9 @@ from typing import Any
 
 from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.console import Prompter
 from meshbook.controller.debugging import DebuggerPrompt
+from meshbook.controller.input_questions import InputQuestions
 from meshbook.controller.pending_requests import stuck_notice
 from meshbook.controller.sigint import SigintLatch
 from meshbook.controller.stop_presses import StopPresses
@@ -21,7 +23,6 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
 
 OutputHandler = Callable[[tuple[messages.FoldedItem, ...]], None]
-InputHandler = Callable[[messages.InputRequest], str | None]
 
 _Inbox = queue.SimpleQueue[Any]  # what arrives for a call, for the thread that waits; None: it has ended
 _WAKE = object()  # in a call's inbox: a SIGINT is pending
@@ -47,14 +48,20 @@ class _SilenceChanged:
 class _Waiting:
     """What a thread needs while it waits for a call."""
 
-    def __init__(self, command: Any, inbox: _Inbox, on_output: OutputHandler | None, on_input: InputHandler | None):
+    def __init__(self, command: Any, inbox: _Inbox, on_output: OutputHandler | None, on_input: Prompter | None):
         self.command, self.inbox, self.on_output, self.on_input = command, inbox, on_output, on_input
         self.debugger = DebuggerPrompt(command.ranks)
+        self.questions = InputQuestions(command.ranks)
         self.sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
 
     def show(self, items: tuple[messages.FoldedItem, ...]) -> None:
         if self.on_output is not None:
             self.on_output(items)
+
+    def seconds_until_due(self, now: float) -> float | None:
+        """Return how long until the user is to be asked something; None: nothing is to be asked."""
+        due = self.questions.seconds_until_due(now), self.debugger.seconds_until_due(now)
+        return min((seconds for seconds in due if seconds is not None), default=None)
 
     @property
     def output_inbox(self) -> Callable[[Any], None] | None:
@@ -109,7 +116,7 @@ class ForegroundCalls:
         command: Any,
         *,
         on_output: OutputHandler | None = None,
-        on_input: InputHandler | None = None,
+        on_input: Prompter | None = None,
         keep_result: bool = False,
     ) -> messages.CallFinished:
         """Send a command and wait for its end on this thread, handling its output and input() requests.
@@ -146,7 +153,7 @@ class ForegroundCalls:
         *,
         inbox: _Inbox | None = None,
         on_output: OutputHandler | None = None,
-        on_input: InputHandler | None = None,
+        on_input: Prompter | None = None,
     ) -> messages.CallFinished:
         """Wait for a command that was already sent, as the foreground call. See `run`."""
         waiting = _Waiting(command, inbox if inbox is not None else queue.SimpleQueue(), on_output, on_input)
@@ -200,7 +207,8 @@ class ForegroundCalls:
                     continue
                 if isinstance(item, messages.InputRequest):
                     if item.stop is None:
-                        self._reply_input(item, waiting)
+                        if (text := waiting.questions.add(item, time.monotonic())) is not None:
+                            self._reply(item, text)
                     else:
                         waiting.debugger.add(item.rank, item.stop, time.monotonic())
                 elif isinstance(item, messages.RanksStuck):
@@ -214,7 +222,9 @@ class ForegroundCalls:
                 else:
                     waiting.show(item)
             except queue.Empty:
-                if waiting.debugger.stopped:
+                if waiting.questions.seconds_until_due(now := time.monotonic()) == 0.0:
+                    self._ask(waiting)
+                elif waiting.debugger.seconds_until_due(now) == 0.0:
                     self._prompt_debugger(waiting)
                 elif self._presses.has_given_up(time.monotonic()):
                     reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
@@ -227,26 +237,29 @@ class ForegroundCalls:
                 if future.done():  # the item being processed is lost, possibly the end marker
                     inbox.put(None)
 
-    def _reply_input(self, request: messages.InputRequest, waiting: _Waiting) -> None:
-        # Other ranks' input requests may still be in flight when Stop ends one.
-        text, interrupted = None, self.was_interrupted(request.call)
+    def _ask(self, waiting: _Waiting) -> None:
+        """Ask the user the oldest question of ranks, unless Stop has ended the call; send all of them the answer."""
+        question, text = waiting.questions.pop(), None
         try:
-            if waiting.on_input is not None and not interrupted:
+            if waiting.on_input is not None and not self.was_interrupted(waiting.command.call):
                 with waiting.sigint.handler_restored():
-                    text = waiting.on_input(request)
+                    text = waiting.on_input(f"[{name_ranks(question.ranks)}] {question.prompt}", question.password)
         except EOFError:
             pass
         except KeyboardInterrupt:
-            interrupted = True
             self.interrupt()
-        reply = messages.InputReply(target=request.call, rank=request.rank, text=text, interrupted=interrupted)
-        self._connection.send(reply)
+        waiting.questions.answered(question, text)
+        for request in question.requests.values():
+            self._reply(request, text)
+
+    def _reply(self, request: messages.InputRequest, text: str | None) -> None:
+        is_stopped = text is None and self.was_interrupted(request.call)
+        self._connection.send(messages.InputReply(request.call, request.rank, text, interrupted=is_stopped))
 
     def _seconds_to_wait(self, waiting: _Waiting) -> float | None:
         """Return how long the inbox may stay empty before something is to be done; None: for ever."""
-        if (seconds := waiting.debugger.seconds_until_due(time.monotonic())) is not None:
-            return seconds
-        return 1.0 if self._presses.is_killing else None
+        due = waiting.seconds_until_due(time.monotonic())
+        return 1.0 if due is None and self._presses.is_killing else due
 
     def _prompt_debugger(self, waiting: _Waiting) -> None:
         """Ask for a command for the ranks that the debugger has stopped, and send it; a Stop goes to all of them."""
@@ -255,11 +268,10 @@ class ForegroundCalls:
         is_ending = self.was_interrupted(call)
         if not is_ending:
             waiting.show(debugger.pop_text(time.monotonic()))
-            request = messages.InputRequest(call, debugger.stopped[0], debugger.prompt(), False, debugger.stop)
             try:
                 if waiting.on_input is not None:
                     with waiting.sigint.handler_restored():
-                        line = waiting.on_input(request)
+                        line = waiting.on_input(debugger.prompt(), False)
             except (EOFError, KeyboardInterrupt):
                 is_ending = True
         typed = debugger.end() if is_ending else debugger.typed(line, time.monotonic())

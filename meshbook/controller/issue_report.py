@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from meshbook.controller.config import current_folder
 from meshbook.controller.hosts import hosts_table
 from meshbook.controller.logs import search
 from meshbook.controller.mesh import Mesh
@@ -99,7 +100,7 @@ def write_report(
         parts.append(f"## {title}\n\n```\n{_guarded(text).replace('```', '` ` `')}\n```")
     content = redact("\n\n".join(parts), home=str(Path.home()), environment=os.environ, secrets=secrets) + "\n"
     name = f"meshbook-report-{'' if mesh is None else mesh.name + '-'}{time.strftime('%Y%m%d-%H%M%S')}.md"
-    path = (Path.cwd() if folder is None else folder) / name
+    path = (current_folder() if folder is None else folder) / name
     try:
         folders.write_atomically(path, content.encode())
     except OSError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshbook.controller.config import current_folder
 from meshbook.controller.session import Session
 from meshbook.controller.tables import format_bytes
 from meshbook.errors import MeshbookError, UsageError
@@ -146,7 +147,7 @@ def failed_ranks(outcomes: Sequence[OutcomeGroup]) -> list[Ranks]:
 
 def _new_folder() -> Path:
     """Make and return the next free folder for bundles. Two notebooks in one folder get different ones."""
-    parent = Path.cwd() / FOLDER
+    parent = current_folder() / FOLDER
     parent.mkdir(exist_ok=True)
     taken = [int(path.name[1:]) for path in parent.glob("f*") if path.name[1:].isdecimal()]
     number = max(taken, default=0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.controller.console import Console, find_prompter
+from meshbook.controller.console import Console, Prompter, find_prompter
 from meshbook.controller.debugging import DebuggerPrompt
 from meshbook.controller.session import Session
 from meshbook.errors import MeshbookError, MeshTimeout, UsageError
@@ -23,9 +23,8 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import DebuggerPlace, OpenCall
 
-# Shows folded output; asks for a command, and returns None if there is nobody to type.
+# Shows folded output.
 Show = Callable[[tuple[messages.FoldedItem, ...]], object]
-Ask = Callable[[messages.InputRequest], str | None]
 
 # Seconds that ranks may take to stop before it is said what they are in. In a collective they look ten times a second.
 _STOP_TIMEOUT_S = 1.0
@@ -128,7 +127,7 @@ class RunningDebugger:
     """
 
     def __init__(
-        self, session: Session, call: OpenCall, ranks: Ranks, show: Show, ask: Ask, note: Callable[[str], object]
+        self, session: Session, call: OpenCall, ranks: Ranks, show: Show, ask: Prompter, note: Callable[[str], object]
     ) -> None:
         self._session, self._call, self._show, self._ask, self._note = session, call, show, ask, note
         self._ranks = tuple(rank for rank in ranks if rank in set(call.ranks))
@@ -244,8 +243,7 @@ class RunningDebugger:
         self._show(prompt.pop_text(time.monotonic()))
         self._is_asking = True
         try:
-            request = messages.InputRequest(self._call.call, prompt.stopped[0], prompt.prompt(), False, prompt.stop)
-            line = self._ask(request)
+            line = self._ask(prompt.prompt(), False)
         finally:
             self._is_asking = False
         if line is None:

@@ -14,7 +14,7 @@ from typing import Any
 from meshbook.controller import extensions, past_cells, script
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.clusters import choose_machines
-from meshbook.controller.config import read_defaults
+from meshbook.controller.config import current_folder, read_defaults
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.device_note import device_note
 from meshbook.controller.launch import launch_supervisor
@@ -282,7 +282,7 @@ def make_spec(
         process_group=process_group and torch,
         torch=torch,
         env=dict(env or {}),
-        cwd=os.getcwd(),
+        cwd=str(current_folder()),
         argv=script.argv,
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
         log_bytes=defaults.log_mb << 20,

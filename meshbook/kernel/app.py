@@ -22,6 +22,7 @@ from meshbook.kernel import completion, magics
 from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.page_sessions import PageSessions, missed_output_note
 from meshbook.kernel.subshell import SubshellRouter
+from meshbook.rank.previews import import_completion
 from meshbook.version import __version__
 
 # ipykernel's own delay, for cells that ran in this process.
@@ -40,6 +41,7 @@ class MeshKernel(IPythonKernel):
         assert self.shell is not None
         self.notebook = Notebook.of(self.shell)
         self.notebook.auto = True
+        import_completion.install(self.shell)
         magics.register(self.shell)
         self._pages = PageSessions()
         self._subshell_router = SubshellRouter(self, self._pages.saw)

@@ -219,6 +219,8 @@ class CellRunner:
         self, session: Session, command: messages.RunCell, finished: messages.CallFinished
     ) -> RankValues | None:
         self._handles.update(session, finished.outcomes)
+        if text := next((part.outcome.next_input for part in finished.outcomes if part.outcome.next_input), None):
+            self._shell.set_next_input(text)
         if note := recording.save_failed(session, command, finished):
             self._front_end.show_note(note)
         session.raise_for_status(finished, command.ranks, label=command.label)

@@ -10,12 +10,12 @@ from typing import Any, Protocol, cast
 
 from IPython.core.error import StdinNotImplementedError
 
-from meshbook.controller.console import Console, prompt_on_terminal, prompt_text
+from meshbook.controller.console import Console, prompt_on_terminal
 from meshbook.controller.past_cells import PastCell
 from meshbook.ids import Ranks, name_ranks
 from meshbook.kernel import sink
 from meshbook.kernel.displays import OmittedDisplays, PublishedDisplay
-from meshbook.wire.messages import Display, FoldedItem, InputRequest
+from meshbook.wire.messages import Display, FoldedItem
 
 # Number of front-end display ids to store, so that a later cell's update finds its display.
 _MAX_DISPLAY_IDS = 10_000
@@ -65,8 +65,8 @@ class FrontEnd(ABC):
         """Whether there is somebody to answer a prompt."""
 
     @abstractmethod
-    def prompt(self, request: InputRequest) -> str | None:
-        """Ask the user for a rank's input(), or a debugger command, and return the reply; None: nobody is there."""
+    def prompt(self, prompt: str, password: bool) -> str | None:
+        """Ask the user for input() of ranks, or a debugger command, and return the reply; None: nobody is there."""
 
     def add_notice(self, text: str, then: Callable[[], object] = lambda: None) -> None:
         """Add a note to show with the next cell; `then` is called when it has been shown."""
@@ -105,8 +105,8 @@ class TerminalFrontEnd(FrontEnd):
     def allows_input(self) -> bool:
         return sys.stdin is not None and sys.stdin.isatty()
 
-    def prompt(self, request: InputRequest) -> str | None:
-        return prompt_on_terminal(request)
+    def prompt(self, prompt: str, password: bool) -> str | None:
+        return prompt_on_terminal(prompt, password)
 
 
 class JupyterFrontEnd(FrontEnd):
@@ -144,10 +144,9 @@ class JupyterFrontEnd(FrontEnd):
     def allows_input(self) -> bool:
         return bool(getattr(self._kernel, "_allow_stdin", True))
 
-    def prompt(self, request: InputRequest) -> str | None:
-        prompt = prompt_text(request)
+    def prompt(self, prompt: str, password: bool) -> str | None:
         try:
-            reply = self._kernel.getpass(prompt) if request.password else self._kernel.raw_input(prompt)
+            reply = self._kernel.getpass(prompt) if password else self._kernel.raw_input(prompt)
         except StdinNotImplementedError:
             return None
         return str(reply)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshbookError
+from meshbook.kernel.transform import CONTROLLER_MAGICS, LOCAL_CELL_MAGICS, LOCAL_LINE_MAGICS
 
 
 def parse_missing_name(message: str) -> str | None:
@@ -19,6 +20,14 @@ def _method_of_mesh(message: str) -> str | None:
     """Return `pull` from `'DeviceMesh' object has no attribute 'pull'`, if `meshbook.Mesh` has it."""
     found = re.match(r"'DeviceMesh' object has no attribute '([a-z]\w*)'", message)
     return found[1] if found is not None and hasattr(Mesh, found[1]) else None
+
+
+def _magic_of_notebook(message: str) -> str | None:
+    """Return `%store` from ``Line magic function `%store` not found``, if it is one of the notebook's own process."""
+    found = re.search(r"`%{1,2}(\w+)` not found", message)
+    if found is None or found[1] not in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS:
+        return None
+    return f"%{found[1]}" if found[1] in LOCAL_LINE_MAGICS else f"%%{found[1]}"
 
 
 def with_raised_class_name(error: CellError) -> CellError:
@@ -55,8 +64,11 @@ def next_step_hints(error: CellError, is_user_bound: Callable[[str], bool]) -> l
                 f"in this cell `mesh` is torch's DeviceMesh, on the ranks; mesh.{name} is Meshbook's own: call it in a "
                 "%%controller cell, where `mesh` is the mesh"
             )
-        elif failure.ename == "UsageError" and ("`%mesh`" in failure.evalue or "`%%mesh`" in failure.evalue):
-            found.append("%mesh stands at the top of a cell, before code for the ranks, or in a %%controller cell")
+        elif failure.ename == "UsageError" and (magic := _magic_of_notebook(failure.evalue)):
+            found.append(
+                f"{magic} runs in the notebook's own process: it stands at the top of a cell, before code for the "
+                "ranks, or in a %%controller cell"
+            )
     return ["", *dict.fromkeys(found)] if found else []
 
 

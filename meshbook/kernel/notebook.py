@@ -6,6 +6,8 @@ terminal; `transform` decides what runs where.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from typing import Any, cast
 
@@ -72,6 +74,16 @@ class Notebook:
         """The mesh that cells run on."""
         return self.meshes.current
 
+    def run_setting(self, magic: str, arguments: str) -> None:
+        """Run a line magic that sets something in the shell, in this process. The ranks run it too, and print."""
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                self.shell.run_line_magic(magic, arguments)
+        except Exception as error:
+            line = f"%{magic} {arguments}".rstrip()
+            self.front_end.show_note(f"{line} failed in the notebook's own process: {type(error).__name__}: {error}")
+
     def stop(self, name: str | None = None, *, now: bool = False) -> None:
         """Stop a mesh and everything on it. Waits until it has exited.
 
@@ -102,7 +114,9 @@ class Notebook:
         self._handles.promote_to_tensors(transform.names_read(source))
 
     def _post_run_cell(self, result: Any) -> None:
-        """Update the methods of live actors whose class the cell redefined, and say so."""
+        """Bind `mesh` and the handles again after `%reset`; update live actors whose class the cell redefined."""
+        if self.mesh is not None and "mesh" not in self.shell.user_ns:
+            self._handles.switch_mesh(self.mesh)
         if "meshbook.actors.procs" not in sys.modules:
             return  # no actor was spawned from this process; avoids the import
         from meshbook.actors.redefine import redefine_from

@@ -11,8 +11,9 @@ history, `Out` and hooks stay IPython's own. `%%controller` overrides the table 
 | `%%controller`, `%%local`                         | here, its lines numbered as in the cell                          |
 | `%pip`, `!pip`, `!conda`, `!apt`, ...             | here, once: concurrent installs by ranks break each other        |
 | `%%writefile`, `%%html`, `%%javascript`, ...      | here, once: one file, one display                                |
-| `%history`, `%lsmagic`, `%load`, `%config`, ...   | here: they concern the notebook                                  |
-| `%load_ext`, `%cd`, `%matplotlib`                 | here and on the ranks: both need the setting                     |
+| `%history`, `%lsmagic`, `%load`, `%config X`, ... | here: they concern the notebook                                  |
+| `%load_ext`, `%cd`, `%matplotlib`, `%config X=1`  | here and on the ranks: every magic that sets something in the    |
+|                                                   | shell; what it prints is the ranks'                              |
 | `%tb`, `%debug`                                   | for the last failure shown, on its ranks if it is one of theirs  |
 | `x?`, `?x`, `x??`                                 | queries a rank, and this process                                 |
 | `exit`, `quit`                                    | here: they end the kernel                                        |
@@ -41,21 +42,18 @@ LOCAL_CELL_MAGICS = frozenset(
 
 # Line magics that run in this process.
 LOCAL_LINE_MAGICS = frozenset([
-    "mesh", "alias_magic", "autocall", "automagic", "autosave", "clear", "colors", "config", "connect_info",
-    "doctest_mode", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff", "logon", "logstart",
-    "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page", "pastebin", "popd",
-    "pushd", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
-    "xmode", "conda", "mamba", "micromamba", "pip", "uv",
+    "mesh", "autosave", "clear", "connect_info", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff",
+    "logon", "logstart", "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page",
+    "pastebin", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
+    "conda", "mamba", "micromamba", "pip", "uv",
 ])  # fmt: skip
 
-# Line magics that run here first and then, with the rest of the cell, on the ranks; and their local form.
-BOTH_LINE_MAGICS = {
-    "load_ext": "%load_ext {}",
-    "reload_ext": "%reload_ext {}",
-    "unload_ext": "%unload_ext {}",
-    "cd": "%cd -q {}",
-    "matplotlib": "%matplotlib {}",
-}
+# Line magics that set something in the shell: they run here first and then, with the rest of the cell, on the ranks.
+BOTH_LINE_MAGICS = frozenset([
+    "aimport", "alias", "alias_magic", "autoawait", "autocall", "automagic", "autoreload", "bookmark", "cd", "colors",
+    "config", "doctest_mode", "load_ext", "matplotlib", "popd", "precision", "pushd", "reload_ext", "unalias",
+    "unload_ext", "xmode",
+])  # fmt: skip
 
 # Extensions that are loaded in this process only.
 LOCAL_EXTENSIONS = frozenset({"meshbook", "tensorboard"})
@@ -191,7 +189,7 @@ def _parse_help(source: str) -> CellPlan | None:
     name = found["name"]
     if (
         name.startswith("%")
-        and name.lstrip("%") in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS | BOTH_LINE_MAGICS.keys()
+        and name.lstrip("%") in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS | BOTH_LINE_MAGICS
     ):
         return CellPlan("here", local_source=source)
     return CellPlan("help", name=name, detail=int("??" in (found["before"], found["after"])))
@@ -236,8 +234,10 @@ def _parse_local_line(line: str) -> tuple[str, bool] | None:
     name, arguments = magic["name"], magic["rest"].strip()
     if name in LOCAL_LINE_MAGICS:
         return line, False
-    if name in BOTH_LINE_MAGICS:
-        if name.endswith("_ext") and arguments.partition(".")[0] in LOCAL_EXTENSIONS:
-            return line, False
-        return BOTH_LINE_MAGICS[name].format(arguments).rstrip() + "\n", True
-    return None
+    if name not in BOTH_LINE_MAGICS:
+        return None
+    if name.endswith("_ext") and arguments.partition(".")[0] in LOCAL_EXTENSIONS:
+        return line, False
+    if name == "config" and "=" not in arguments:  # a question
+        return line, False
+    return f"{NOTEBOOK_EXPRESSION}.run_setting({name!r}, {arguments!r})\n", True

@@ -181,9 +181,7 @@ class Executor:
         value = None
         if run.has_result and not command.silent:
             value = self._describe_value(command.call, run.result, command.inline_limit, retain=True)
-        return Outcome(
-            status=run.status, value=value, error=run.error, bound_names=run.bound, deleted_names=run.unbound
-        )
+        return Outcome(run.status, value, run.error, run.bound, run.unbound, next_input=run.next_input)
 
     def _run_ops(self, command: messages.RunOps) -> Outcome:
         tensors = self._objects.tensors

@@ -21,3 +21,12 @@ def test_whether_a_failed_rank_ends_the_cell_is_read_from_the_environment_before
     (tmp_path / "meshbook.toml").write_text("end_on_error = 0\n")
     with pytest.raises(UsageError, match="end_on_error"):
         read_defaults(tmp_path, {})
+
+
+def test_a_folder_that_was_deleted_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match=r"has been deleted.*%cd ~"):
+        read_defaults()

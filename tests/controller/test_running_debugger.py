@@ -15,7 +15,6 @@ from meshbook.controller.console import Console
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.running_debugger import RunningDebugger, find_running
 from meshbook.errors import CellInterrupted, NotAttached, RankLost, UsageError
-from meshbook.wire.messages import InputRequest
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
@@ -91,8 +90,8 @@ class Dialogue:
         self.text = console.text
         assert self._replies == []
 
-    def _ask(self, request: InputRequest) -> str | None:
-        self.prompts.append(request.prompt)
+    def _ask(self, prompt: str, _password: bool) -> str | None:
+        self.prompts.append(prompt)
         reply = self._replies.pop(0)
         return reply(self._debugger) if callable(reply) else reply
 

@@ -485,7 +485,46 @@ def test_bad_selections_and_words_are_one_sentence_and_change_nothing(shared: Fr
 
 
 def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontEnd) -> None:
-    assert "%mesh stands at the top of a cell" in shared.run("x = 1\n%mesh status").traceback
+    for magic in ("%mesh status", "%store x"):
+        assert "it stands at the top of a cell" in shared.run(f"x = 1\n{magic}").traceback
+
+
+def test_a_setting_at_the_top_of_a_cell_holds_in_the_notebooks_process_and_on_the_ranks(shared: FrontEnd) -> None:
+    shown = shared.run("%precision 3")
+    try:
+        assert shared.run("1 / 3").result == "0.333"
+        assert shared.run("%%controller\n1 / 3").result == "0.333"
+    finally:
+        shared.run("%precision")
+    assert shown.result == "'%.3f'"
+    assert shared.run("1 / 3").result.startswith("0.33333")
+
+
+def test_equal_svg_figures_are_shown_once(shared: FrontEnd) -> None:
+    shared.run("%config InlineBackend.figure_format = 'svg'\nimport matplotlib.pyplot as plt")
+    try:
+        cell = shared.run("plt.plot([1, 2], marker='o');")
+    finally:
+        shared.run("%config InlineBackend.figure_format = 'png'")
+    assert sum("image/svg+xml" in data for data in cell.displays) == 1
+
+
+def test_a_setting_that_fails_here_says_so_and_the_ranks_decide(shared: FrontEnd) -> None:
+    cell = shared.run("%load_ext no_such_extension")
+    assert cell.reply["ename"] == "ModuleNotFoundError"
+    assert any("failed in the notebook's own process" in data["text/plain"] for data in cell.displays)
+
+
+def test_what_ranks_put_into_the_next_cell_comes_to_the_front_end(shared: FrontEnd) -> None:
+    cell = shared.run("get_ipython().set_next_input('x = 5')")
+    assert [(part["source"], part["text"]) for part in cell.reply["payload"]] == [("set_next_input", "x = 5")]
+
+
+def test_a_reset_of_the_notebooks_process_leaves_the_mesh_and_the_ranks_names(shared: FrontEnd) -> None:
+    shared.run("kept_by_ranks = 7")
+    shared.run("%%controller\nlost_here = 1\n%reset -f")
+    assert shared.run("%%controller\nmesh.size(), kept_by_ranks").result == "(2, 7)"
+    assert shared.run("%%controller\nlost_here").reply["ename"] == "NameError"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -518,11 +557,14 @@ def test_a_background_cells_failure_is_shown_under_it(shared: FrontEnd) -> None:
     assert shared.run("_").status == "ok"
 
 
-def test_input_on_the_ranks_asks_in_the_notebook_and_names_the_rank(shared: FrontEnd) -> None:
+def test_an_equal_question_of_all_ranks_is_asked_once_and_each_of_unlike_ones_names_its_rank(shared: FrontEnd) -> None:
     shared.input_requests.clear()
-    shared.input_replies[:] = ["yes", "yes"]
+    shared.input_replies[:] = ["yes", "no", "no"]
     assert shared.run("input('go on? ')").result == "'yes'"
-    assert sorted(asked["prompt"] for asked in shared.input_requests) == ["[rank 0] go on? ", "[rank 1] go on? "]
+    assert shared.run("input(f'part {rank}? ')").result == "'no'"
+    asked = [request["prompt"] for request in shared.input_requests]
+    assert asked[0] == "[ranks 0-1] go on? "
+    assert sorted(asked[1:]) == ["[rank 0] part 0? ", "[rank 1] part 1? "]
 
 
 def test_getpass_on_a_rank_hides_what_is_typed(shared: FrontEnd) -> None:

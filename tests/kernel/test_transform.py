@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshbook.kernel import transform
-from meshbook.kernel.transform import CellPlan, pad_to_cell_lines, plan_cell, rewrite
+from meshbook.kernel.transform import NOTEBOOK_EXPRESSION, CellPlan, pad_to_cell_lines, plan_cell, rewrite
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,6 @@ from meshbook.kernel.transform import CellPlan, pad_to_cell_lines, plan_cell, re
         "%env A=1",
         "%who",
         "%run script.py",
-        "%autoreload 2",
         "def f():\n    return '''\n%mesh status\n'''",
         "x = 1\n%mesh status",
         "pip = 3\npip - 1",
@@ -84,13 +83,39 @@ def test_magics_of_the_notebook_may_stand_above_code_for_the_ranks() -> None:
 
 def test_an_extension_is_loaded_on_both_sides() -> None:
     decided = plan_cell("%load_ext autoreload\n%autoreload 2\n")
-    assert (decided.target, decided.local_source) == ("both", "%load_ext autoreload\n")
+    assert decided.target == "both"
+    assert decided.local_source.splitlines() == [
+        f"{NOTEBOOK_EXPRESSION}.run_setting('load_ext', 'autoreload')",
+        f"{NOTEBOOK_EXPRESSION}.run_setting('autoreload', '2')",
+    ]
     assert decided.remote_source == "%load_ext autoreload\n%autoreload 2\n"
 
 
-def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
-    decided = plan_cell("%cd /tmp")
-    assert (decided.target, decided.local_source, decided.remote_source) == ("both", "%cd -q /tmp\n", "%cd /tmp")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%cd /tmp",
+        "%pushd /tmp",
+        "%matplotlib inline",
+        "%config InlineBackend.figure_format = 'svg'",
+        "%config InteractiveShell.ast_node_interactivity='all'",
+        "%xmode Minimal",
+        "%precision 3",
+        "%colors nocolor",
+        "%alias_magic t timeit",
+    ],
+)
+def test_what_sets_something_in_the_shell_does_so_on_both_sides(line: str) -> None:
+    name, _, arguments = line[1:].partition(" ")
+    decided = plan_cell(f"{line}\nx = 1")
+    assert decided.target == "both"
+    assert decided.local_source == f"{NOTEBOOK_EXPRESSION}.run_setting({name!r}, {arguments!r})\n"
+    assert decided.remote_source == f"{line}\nx = 1"
+
+
+def test_a_question_about_the_configuration_is_answered_here() -> None:
+    for source in ("%config", "%config InlineBackend", "%config InlineBackend.rc"):
+        assert plan_cell(source).target == "here"
 
 
 def test_a_question_about_a_cell_magic_of_meshbooks_is_answered_here() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from IPython.core.formatters import DisplayFormatter
+from IPython.core.formatters import BaseFormatter, DisplayFormatter
 from torch import nn
 
 from meshbook.rank.previews import preview as module
@@ -217,6 +217,19 @@ def test_a_keyboard_interrupt_in_a_repr_is_not_swallowed() -> None:
         preview(Slow())
     with pytest.raises(KeyboardInterrupt):
         preview([Slow()])
+
+
+def test_a_text_formatter_that_user_code_has_installed_is_used() -> None:
+    class Shouting(BaseFormatter):  # what `rich.pretty.install()` does
+        def __call__(self, value: object) -> str:
+            return repr(value).upper()
+
+    formatter = DisplayFormatter()
+    formatter.formatters["text/plain"] = Shouting()
+    assert preview({"k": [1]}, formatter=formatter).text == "{'K': [1]}"
+    assert preview({"k": [1]}, formatter=formatter).digest == preview({"k": [1]}).digest
+    assert preview(2.5, formatter=formatter).text == "2.5"
+    assert len(preview(["long"] * 999, formatter=formatter, text_limit=100).text) == 100
 
 
 def test_modules_and_optimizers_are_summed_up() -> None:

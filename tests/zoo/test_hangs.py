@@ -46,7 +46,7 @@ def let_loose(mesh: Mesh, source: str, *, asks: bool = False) -> Any:
     if not asks:
         return submit_command(mesh._session, command, console)
     session = mesh._session
-    source = session.request(command, on_output=console, on_input=lambda _: None)  # somebody who never answers
+    source = session.request(command, on_output=console, on_input=lambda *_: None)  # somebody who never answers
     return session.future(source, command, lambda finished: finished)
 
 

@@ -46,6 +46,7 @@ class CellRun:
     error: RankError | None = None  # for "error" and "interrupted"
     bound: tuple[str, ...] = ()  # names that it bound in the namespace; cells only
     unbound: tuple[str, ...] = ()  # names that it deleted; cells only
+    next_input: str | None = None  # what it puts into the next cell; cells only
 
 
 class CodeRunner:
@@ -101,6 +102,7 @@ class CodeRunner:
             self._gate.end()
             self.allow_input = False
         run.bound, run.unbound = self._namespace_tracker.pop_changes(codes)
+        run.next_input, self._shell.rl_next_input = self._shell.rl_next_input, None
         return run
 
     def has_statements(self, source: str, select: SelectStatements) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,6 +16,10 @@ MAX_DISPLAY_BYTES: Final = 8 << 20
 # Views of widgets: the objects behind them are on the rank, where no front end can reach them.
 WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
 
+# What matplotlib writes into a figure anew each time: the time of day, and ids from random numbers, "m3f0c2b19aa".
+_SVG_DATE: Final = re.compile(r"\s*<dc:date>[^<]*</dc:date>")
+_SVG_ID: Final = re.compile(r'\bid="([A-Za-z]+)([0-9a-f]{10})"')
+
 
 def encode_mime(mime: str, value: Any) -> Any:
     """Return a display's data of one MIME type in encodable form; bytes in base64, as in Jupyter."""
@@ -24,12 +30,29 @@ def encode_mime(mime: str, value: Any) -> Any:
     elif isinstance(value, str):
         size = len(value)
         if size <= MAX_DISPLAY_BYTES:
-            return escape_surrogates(value)
+            return escape_surrogates(with_stable_ids(value) if mime == "image/svg+xml" else value)
     else:
         return to_json_data(value)
     if mime == "text/plain":
         return escape_surrogates(truncate(str(value), MAX_DISPLAY_BYTES))
     return f"<{mime} of {size:,} bytes not shown: larger than {MAX_DISPLAY_BYTES:,}>"
+
+
+def with_stable_ids(svg: str) -> str:
+    """Return an SVG without its date and with ids made from its content, so that equal figures of ranks are equal.
+
+    Figures that differ have other ids, because all figures of a page share one space of ids.
+    """
+    svg = _SVG_DATE.sub("", svg)
+    ids = dict.fromkeys(kind + digits for kind, digits in _SVG_ID.findall(svg))
+    if not ids:
+        return svg
+    pattern = re.compile(rf"\b(?:{'|'.join(ids)})\b")
+    number = {name: str(index) for index, name in enumerate(ids)}
+    content = hashlib.sha256(pattern.sub(lambda found: number[found[0]], svg).encode("utf-8", "replace")).hexdigest()[
+        :10
+    ]
+    return pattern.sub(lambda found: f"{found[0][:-10]}{content}-{number[found[0]]}", svg)
 
 
 def to_json_data(value: Any) -> Any:

@@ -41,6 +41,7 @@ from meshbook.rank.cells.no_terminal import Exiter, TerminalReplacement
 from meshbook.rank.cells.shell_storage import InMemoryProfileDir, MemoryStore, RankHistory, without_database
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.previews import import_completion
 
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
 
@@ -83,11 +84,13 @@ class RankShell(InteractiveShell):
         self.event_loop = CellEventLoop()
         self.undo = contextlib.ExitStack()
         self._gate = gate
+        self.rl_next_input: str | None = None  # what a cell has put into the next one
         self._preset_names: dict[str, Any] = {}
         self.terminal = TerminalReplacement(self._preset_names, self.cell_title)
         with without_database():
             # display_page: pager output is displayed instead, because `less` would wait for a terminal forever.
             super().__init__(display_page=True, **kwargs)
+        import_completion.install(self)
         self.db = MemoryStore()
         self.loop_runner = self.event_loop.run
         self.InteractiveTB.tb_offset = 0  # frames that are not the user's are removed by file name, not by count

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from meshbook.rank.cells.mime import WIDGET_VIEW, encode_mime, to_json_data
@@ -100,7 +101,7 @@ def _preview_plain(obj: Any, kind: type, limit: int, formatter: DisplayFormatter
     if kind is int and obj.bit_length() > 4 * limit:
         text = f"<int of {obj.bit_length():,} bits>"
         return Preview(kind="plain", type=name, text=text, digest=None, truncated=True)
-    if kind is float and formatter is not None:
+    if kind is float and formatter is not None and _own_text_formatter(formatter) is None:
         text = formatter.formatters["text/plain"].float_format % obj
         return Preview(kind="plain", type=name, text=text, digest=digest_text(name, repr(obj)))
     text = repr(obj)
@@ -127,13 +128,16 @@ def _preview_object(
     truncated = False
     if html is not None and (not isinstance(html, str) or len(html) > MAX_HTML_CHARS):
         html, truncated = None, True
-    text, cut, plain = pretty_print(obj, limit, printers, safe)
+    own_formatter = None if safe or printers is None else _own_text_formatter(printers)
+    text, cut, plain = pretty_print(obj, limit, None if own_formatter is not None else printers, safe)
     digest = None
     if plain:
         digest = digest_plain(obj) if cut or kind in (set, frozenset) else digest_text(type_name(kind), text)
     else:
         text = _ADDRESS_PATTERN.sub("", text)  # equal objects on two ranks are then shown once
         digest = digest_array(obj, kind)
+    if own_formatter is not None and isinstance(own_text := own_formatter(obj), str):  # None: it has none for this
+        text, cut = truncate(escape_surrogates(own_text), limit), len(own_text) > limit
     return Preview(
         kind="plain" if plain else "object",
         type=type_name(kind),
@@ -144,6 +148,12 @@ def _preview_object(
         digest=digest,
         truncated=cut or truncated,
     )
+
+
+def _own_text_formatter(formatter: DisplayFormatter) -> Callable[[Any], Any] | None:
+    """Return the formatter that user code (`rich.pretty.install()`) has put in the place of IPython's printer."""
+    text: Any = formatter.formatters["text/plain"]
+    return None if hasattr(text, "float_format") else text
 
 
 def _has_displayed_itself(obj: Any, formatter: DisplayFormatter) -> bool:

@@ -80,6 +80,7 @@ class Outcome(Struct, frozen=True, gc=False):
     error: RankError | None = None  # for "error" and "interrupted"; for "lost" a description of what is known
     bound_names: tuple[str, ...] = ()  # names of the namespace that the cell bound, changed or rebound
     deleted_names: tuple[str, ...] = ()  # names that the cell deleted
+    next_input: str | None = None  # what the cell puts into the next one, by `set_next_input`
     groups_broken: bool = False  # a process group of this rank cannot be used until it is re-formed
     reply: Any = None  # the reply to a query (Complete, Inspect, PreviewNames): plain data
 
