@@ -102,9 +102,9 @@ def run(first_line: str = "", *, simple: bool = False) -> int:
     os.environ.pop("JPY_SESSION_NAME", None)  # may be set if the terminal belongs to a notebook server
     private = tempfile.mkdtemp(prefix="meshbook-")
     console = _ConsoleApp.instance(first_line=first_line, connection_file=os.path.join(private, "repl.json"))
-    console.update_config(
-        Config({"ZMQTerminalInteractiveShell": {"banner": "{kernel_banner}\n", "simple_prompt": simple}})
-    )
+    shell: dict[str, Any] = {"banner": "{kernel_banner}\n", "simple_prompt": simple}
+    shell["image_handler"] = None  # no image viewer: a figure is named by its text
+    console.update_config(Config({"ZMQTerminalInteractiveShell": shell}))
 
     def end() -> None:
         """Shut down the kernel, and its mesh with it, and wait until it has exited."""

@@ -136,9 +136,13 @@ def _how_lost(finished: messages.CallFinished, lost: Ranks, label: str) -> str:
             and {(one.host, one.cause) for one in finished.lost} == {(first.host, first.cause)}
         ):  # all ranks of a machine
             return f"{name_ranks(lost)} on {first.host}: {first.cause.removeprefix('is lost: ')}, while {label} ran"
+        alike: dict[tuple[str, str], list[messages.RankExited]] = {}
+        for one in sorted(finished.lost, key=lambda one: one.rank):
+            alike.setdefault((one.host, one.description), []).append(one)
         text = "; ".join(
-            f"rank {one.rank} (pid {one.pid} on {one.host}) {one.description} while {label} ran"
-            for one in finished.lost[:_MAX_SUMMARIZED]
+            f"{name_ranks(one.rank for one in ranks)} ({_name_pids(ranks)} on {host}) "
+            f"{how if len(ranks) == 1 else how.replace('was ', 'were ', 1)} while {label} ran"
+            for (host, how), ranks in list(alike.items())[:_MAX_SUMMARIZED]
         )
         if finished.lost[0].signal == 9:
             text += ". SIGKILL is also how the system ends a process when memory runs out"
@@ -147,6 +151,11 @@ def _how_lost(finished: messages.CallFinished, lost: Ranks, label: str) -> str:
         if part.outcome.error is not None and part.ranks[0] in lost:
             return part.outcome.error.evalue
     return f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone"
+
+
+def _name_pids(exited: Sequence[messages.RankExited]) -> str:
+    pids = ", ".join(str(one.pid) for one in exited[:_MAX_SUMMARIZED])
+    return f"pid{'' if len(exited) == 1 else 's'} {pids}{'' if len(exited) <= _MAX_SUMMARIZED else ', …'}"
 
 
 def _survivors_state(finished: messages.CallFinished, survivors: Ranks) -> str:

@@ -229,7 +229,7 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
             MeshNameError: no rank has that name.
             TransferError: a value cannot be pickled.
         """
-        chosen = self.resolve_ranks(ranks) if ranks is not None else self._session.living(self.ranks)
+        chosen = self.resolve_ranks(ranks)
         if isinstance(what, str):
             self._session.check_attached()
             return remote.pull_by_name(self._session, what, chosen, self.ranks)

@@ -19,6 +19,7 @@ _SITE_PACKAGES: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\](.+)$")
 _STDLIB: Final = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](.+)$")
 _MESHBOOK_FOLDER: Final = str(PurePath(__file__).parent.parent)
 
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 # Characters that could move a terminal's cursor, hide text or change the direction of writing.
 _CONTROL_CHARS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -73,5 +74,6 @@ def short_path(file: str) -> str:
 
 def sanitize_line(text: str, limit: int = 300) -> str:
     """Return untrusted text as one line of bounded length, with terminal control characters replaced."""
-    text = _CONTROL_CHARS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\n", " ").replace("\t", " "))
+    text = _COLOUR.sub("", text).replace("\n", " ").replace("\t", " ")
+    text = _CONTROL_CHARS.sub("\N{REPLACEMENT CHARACTER}", text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -103,13 +103,19 @@ class Aligner:
         """Whether everything from the source is emitted."""
         return not len(self._queues[source])
 
-    def oldest_arrival(self) -> float | None:
-        """Return when the front that has waited longest arrived."""
-        return min((queue.oldest_arrival for queue in self._queues.values() if len(queue)), default=None)
+    def next_deadline(self, max_age_s: float) -> float | None:
+        """Return when the front that has waited longest has reached the maximum age; None: nothing waits."""
+        oldest = min((queue.oldest_arrival for queue in self._queues.values() if len(queue)), default=None)
+        return None if oldest is None else oldest + max_age_s * self._lag.patience
 
     def pop_ready(self, now: float, *, final: bool, max_age_s: float, max_chars: int | None = None) -> list[FoldedItem]:
-        """Pop and return what can be emitted now; with `final`, everything. Stops after `max_chars` of text."""
+        """Pop and return what can be emitted now; with `final`, everything. Stops after `max_chars` of text.
+
+        Args:
+            max_age_s: how long an entry waits for other sources; longer once it was too short for one of them.
+        """
         queues = list(self._queues.values())
+        max_age_s *= self._lag.patience
         _enforce_limit(queues, now)
         if self._folding == "off":
             return self._pop_by_source(queues, max_chars)

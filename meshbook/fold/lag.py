@@ -15,6 +15,9 @@ from meshbook.fold.entries import LineTemplates
 from meshbook.fold.numbers import TextTemplate
 from meshbook.fold.source_queue import LOOKAHEAD, SourceQueue
 
+# What the maximum age is multiplied by: a step further at each line that came too late from a source. A source that is
+# late even then is not waited for any longer than one that is not: it is another loop, or a straggler.
+_PATIENCE_STEPS = (1.0, 4.0, 10.0)
 # Further lines with the same key that are searched to detect that a source is some lines behind.
 MAX_LAG_LINES = 16
 
@@ -24,11 +27,19 @@ class LagDetector:
 
     def __init__(self, queues: Collection[SourceQueue], templates: LineTemplates) -> None:
         self._templates = templates
-        # By source: lines that were emitted without it, which was late.
-        self._missed: dict[SourceQueue, deque[TextTemplate]] = {queue: deque(maxlen=LOOKAHEAD) for queue in queues}
+        # By source: lines that were emitted without it, which was late, and the patience with which they were.
+        self._missed: dict[SourceQueue, deque[tuple[TextTemplate, float]]] = {
+            queue: deque(maxlen=LOOKAHEAD) for queue in queues
+        }
+        self._patience_steps = list(_PATIENCE_STEPS)
         # Becomes False when an emitted entry may still arrive from other sources, and True when all sources emit one
         # entry together. While True, fronts with one key are folded without inspecting the entries behind them.
         self.is_aligned = True
+
+    @property
+    def patience(self) -> float:
+        """What the maximum age is multiplied by."""
+        return self._patience_steps[0]
 
     def select_lagging(self, group: list[SourceQueue]) -> list[SourceQueue]:
         """Return the sources, of those with fronts of one key, that go first as the others are some lines ahead."""
@@ -49,6 +60,9 @@ class LagDetector:
 
     def note_emitted(self, group: Sequence[SourceQueue], run: Sequence[str]) -> None:
         """Record which sources took part when entries were emitted."""
+        if len(group) < len(self._missed) and any(self._came_too_late(queue, run[0]) for queue in group):
+            self._patience_steps.pop(0)
+            self._patience_steps = self._patience_steps or [_PATIENCE_STEPS[0]]
         if len(group) > 1:
             for queue in group:
                 self._missed[queue].clear()
@@ -60,9 +74,19 @@ class LagDetector:
             self.is_aligned = False
             templates = [self._templates(entry) for entry in run[-LOOKAHEAD:]]
             for queue in absent:
-                self._missed[queue].extend(templates)
+                self._missed[queue].extend((template, self.patience) for template in templates)
         elif len(group) == sum(1 for queue in self._missed if len(queue)):
             self.is_aligned = True
+
+    def _came_too_late(self, queue: SourceQueue, entry: str) -> bool:
+        """Whether an entry of a source was emitted without it, with the present patience: more would have folded it."""
+        if (len(self._patience_steps) == 1 and self.patience == _PATIENCE_STEPS[0]) or not self._missed[queue]:
+            return False
+        key, numbers = self._templates(entry)
+        return any(
+            patience == self.patience and key == missed.key and (not numbers or _num_equal(numbers, missed.numbers))
+            for missed, patience in self._missed[queue]
+        )
 
     def _is_late(self, queue: SourceQueue, group: list[SourceQueue]) -> bool:
         """Whether a source's front belongs to a line emitted without it rather than to the others' fronts."""
@@ -70,7 +94,7 @@ class LagDetector:
         others = [self._templates(other.front).numbers for other in group if other is not queue]
         best = max((_num_equal(numbers, other) for other in others), default=-1)
         missed = self._missed[queue]
-        for index, template in enumerate(missed):
+        for index, (template, _) in enumerate(missed):
             if template.key == key and _num_equal(numbers, template.numbers) > best:
                 for _ in range(index + 1):
                     missed.popleft()

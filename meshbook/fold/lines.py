@@ -3,9 +3,9 @@
 `LineFolder` folds the raw output of ranks, on the host; `FoldMerger` folds the results of several hosts, in the
 supervisor; `OutputBudget` limits what the front end is sent. All three get the time as an argument and never block.
 
-The order of each rank's output is preserved. A line waits for the other ranks for at most `max_age_s`. Lines that
-differ only in numbers become one (`differences`): `step 10 loss {2.31, 2.33, 97.4, 2.35}`. Every queue is bounded; the
-excess is counted, not stored.
+The order of each rank's output is preserved. A line waits for the other ranks for at most `max_age_s`; for longer, up
+to ten times that, once a rank of the call has printed a line that late. Lines that differ only in numbers become one
+(`differences`): `step 10 loss {2.31, 2.33, 97.4, 2.35}`. Every queue is bounded; the excess is counted, not stored.
 
 A line still in progress after `max_age_s`, such as a progress bar or an unfinished print, is sent as a live line: its
 current state, at most 10 times a second. The rules for a reader: a live line replaces what its ranks had on that
@@ -134,8 +134,8 @@ class LineFolder:
 
         Lines that all ranks have printed can be shown at once, so flush after feeding too.
         """
-        oldest = self._aligner.oldest_arrival()
-        times = [] if oldest is None else [oldest + max_age_s]
+        oldest = self._aligner.next_deadline(max_age_s)
+        times = [] if oldest is None else [oldest]
         for rank, assemblers in self._assemblers.items():
             if self._aligner.is_empty(rank):
                 times += [
@@ -252,8 +252,8 @@ class FoldMerger:
 
     def next_deadline(self, max_age_s: float = MAX_AGE_S) -> float | None:
         """Return when `flush` will have output even if nothing more is fed; None: not before something is fed."""
-        oldest = self._aligner.oldest_arrival()
-        times = [] if oldest is None else [oldest + max_age_s]
+        oldest = self._aligner.next_deadline(max_age_s)
+        times = [] if oldest is None else [oldest]
         if (self._live_changed or self._live.stale) and any(
             states and self._aligner.is_empty(host) for host, states in self._live_states.items()
         ):

@@ -49,8 +49,8 @@ class Truncation:
 
     def notice(self) -> Notice:
         """Return `… 12,345 lines (8.1 MB) from rank 3 not shown; %mesh logs 3 shows the last of them`."""
-        where = min(self.ranks, default=0)
-        return Notice(f"… {self.describe()} not shown; %mesh logs {where} shows the last of them")
+        where = f"; %mesh logs {min(self.ranks, default=0)} shows the last of them" if self.num_lines else ""
+        return Notice(f"… {self.describe()} not shown{where}")
 
 
 def _format_size(num_bytes: int) -> str:

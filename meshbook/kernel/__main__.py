@@ -11,6 +11,7 @@ def main() -> None:
     # library's before the kernel is up. IPython adds the folder again for the user's code.
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning of debugpy's, on the console's first lines
     from ipykernel.kernelapp import IPKernelApp
 
     from meshbook.kernel.app import MeshKernel

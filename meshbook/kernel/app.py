@@ -157,12 +157,18 @@ class MeshKernel(IPythonKernel):
 
     def do_complete(self, code: str, cursor_pos: int | None) -> Any:
         cursor = len(code) if cursor_pos is None else cursor_pos
+        line = completion.line_before(code, cursor)
+        if line.startswith(("%mesh ", "%%mesh ")):
+            return completion.plain_reply(magics.complete_line(self.notebook, line), line, cursor)
         with self.notebook.queries.hidden_handles():
             local = super().do_complete(code, cursor)
         return self.notebook.queries.complete(local, code, cursor)
 
     def do_inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Inspect on the ranks first, because the code will run there; then names that only this process has."""
+        if (line := completion.line_before(code, cursor_pos)).startswith(("%mesh", "%%mesh")):
+            data = {"text/plain": magics.help_for(line)}
+            return {"status": "ok", "found": True, "data": data, "metadata": {}}
         found = self.notebook.queries.inspect(code, cursor_pos, detail_level)
         if found is not None:
             return {"status": "ok", "found": True, "data": found, "metadata": {}}

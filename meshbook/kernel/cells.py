@@ -135,7 +135,8 @@ class CellRunner:
         output = self._front_end.make_sink(chosen, number)
         self._front_end.show_notices()
         label = f"cell {number}"
-        self._note_obstacles(session, chosen, label, output)
+        lost = tuple(rank for rank in mesh.ranks if ranks is None and rank in session.lost)
+        self._note_obstacles(session, chosen, lost, label, output)
         command = session.cell_command(
             source,
             chosen,
@@ -196,14 +197,21 @@ class CellRunner:
             history.input_hist_parsed[-1] = cell
         return transform.pad_to_cell_lines(cell, source)
 
-    def _note_obstacles(self, session: Session, ranks: Ranks, label: str, output: OutputSink) -> None:
-        """Show which ranks were lost since the last cell, and which calls the cell waits for."""
+    def _note_obstacles(self, session: Session, ranks: Ranks, lost: Ranks, label: str, output: OutputSink) -> None:
+        """Show which ranks were lost since the last cell or are missing in it, and which calls the cell waits for."""
         known = self._known_losses.setdefault(session, set())
+        news = False
         for rank in session.info.ranks:
             if rank.state == "dead" and rank.rank not in known:
+                news = True
                 known.add(rank.rank)
                 who = f"rank {rank.rank} (pid {rank.pid} on {rank.host})"
                 output.note(f"{who} {rank.exit} while no cell ran; the others go on")
+        if lost and not news:
+            output.note(
+                f"on {name_ranks(ranks)}: {name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost; %mesh heal "
+                f"replaces {'it' if len(lost) == 1 else 'them'}"
+            )
         for other in self.running_in_background(session, ranks):
             output.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
         for abandoned in list(session.foreground.abandoned.values()):
@@ -323,7 +331,7 @@ class CellRunner:
         self._shell.showtraceback()
         one = living[0]
         self._front_end.show_note(
-            f"%tb Verbose shows the variables of each frame; %%mesh --ranks {one} runs code on rank {one}, where "
-            "sys.last_value is the exception"
+            f"%debug looks into the frames; %%mesh --ranks {one} runs code on rank {one}, where sys.last_value is the "
+            "exception"
         )
         return None

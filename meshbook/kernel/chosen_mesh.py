@@ -39,6 +39,5 @@ def running_meshes(notebook: Notebook) -> list[str]:
 
 def start_hint(notebook: Notebook) -> str:
     """Return a sentence that says how this notebook gets a mesh."""
-    running = [name for name in running_meshes(notebook) if name not in notebook.meshes]
-    ways = ", ".join(f"%mesh attach {name}" for name in running[-3:])
+    ways = ", ".join(f"%mesh attach {name}" for name in notebook.meshes.others()[-3:])
     return "Start one with %mesh start -n 4" + (f", or use one that runs: {ways}" if ways else ".")

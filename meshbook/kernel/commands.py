@@ -282,7 +282,6 @@ COMMANDS = {
         _stacks,
         (_RANKS, _argument("--twice", action="store_true"), _argument("--threads", action="store_true")),
         "--twice: look again half a second later, and tell who moves. --threads: all threads, not only the main ones.",
-        complete=lambda notebook: ("--twice", "--threads"),
     ),
     "health": MagicCommand(
         "%mesh health",
@@ -308,7 +307,6 @@ COMMANDS = {
         "Tell the first number that is not finite: step, rank, module, operation; without a word, what was found.",
         lambda notebook, options: differences.nan(mesh_named(notebook), options),
         (_argument("state", nargs="?", choices=("on", "off")),),
-        complete=lambda notebook: ("on", "off"),
     ),
     "diff": MagicCommand(
         differences.DIFF_USAGE,
@@ -348,7 +346,6 @@ COMMANDS = {
         "Whether a cell without a magic runs on the ranks or here.",
         _auto,
         (_argument("state", choices=("on", "off")),),
-        complete=lambda notebook: ("on", "off"),
     ),
     "actors": MagicCommand("%mesh actors", "Every actor: what waits, what runs, its last error.", _actors),
     "history": MagicCommand(
@@ -369,7 +366,6 @@ COMMANDS = {
         "Which lines of several ranks are shown as one.",
         lambda notebook, options: set_fold(mesh_named(notebook), options),
         (_argument("lines", nargs="?", choices=("numbers", "equal", "off")),),
-        complete=lambda notebook: ("numbers", "equal", "off"),
     ),
     "show": MagicCommand(
         "%mesh show [RANKS]",
@@ -393,7 +389,6 @@ COMMANDS = {
         "equally. RANKS: these are replaced too, although they live. --no-replay: run no cells. --no-share: copy "
         "nothing. --restore: where something is missing, all ranks go back to the last checkpoint that has it, or to "
         "that in PATH.",
-        complete=lambda notebook: ("--no-replay", "--no-share", "--restore"),
     ),
     "spare": spare_command(lambda notebook: mesh_named(notebook)),
     **recording_commands.COMMANDS,

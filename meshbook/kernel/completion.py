@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,17 @@ def completer_namespace(completer: Any, namespace: Mapping[str, Any]) -> Iterato
             yield
         finally:
             completer.namespace, completer.global_namespace = saved
+
+
+def line_before(code: str, cursor: int) -> str:
+    """Return the line that the cursor is in, up to it, without its indentation."""
+    return code[:cursor].rpartition("\n")[2].lstrip()
+
+
+def plain_reply(words: Sequence[str], line: str, cursor: int) -> dict[str, Any]:
+    """Return the `complete_reply` content for words that replace the last word of a line, up to the cursor."""
+    start = cursor - (len(line) - line.rfind(" ") - 1)
+    return {"status": "ok", "matches": list(words), "cursor_start": start, "cursor_end": cursor, "metadata": {}}
 
 
 def merge_completions(

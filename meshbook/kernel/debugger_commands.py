@@ -70,7 +70,6 @@ COMMANDS = {
         "The prompt is below the cell that runs, or here for one in the background; `h` at it lists the commands. "
         "--dap: open a debugpy port of these ranks instead, and show the entry with which VS Code attaches. "
         "--port: which, for one rank; else any that is free.",
-        complete=lambda notebook: ("--dap",),
     ),
     "postmortem": MagicCommand(
         "%mesh postmortem [RANKS]",

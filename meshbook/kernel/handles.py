@@ -7,6 +7,7 @@ its handles, not cells, shells or sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -142,7 +143,8 @@ class HandleNamespace:
             if self._is_own_handle(name):
                 del self._namespace[name]
         elif self.is_user_bound(name):
-            if name not in self._warned and name not in PRESET:
+            is_module = isinstance(self._namespace[name], ModuleType)  # imported on both sides: no conflict
+            if name not in self._warned and name not in PRESET and not is_module:
                 self._warned.add(name)
                 self._warn(name)
         elif not (self._is_own_handle(name) and self._namespace[name]._meshbook_ranks == ranks):

@@ -36,7 +36,6 @@ def logs_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
         "2026-11-26T14:05. --context: so many lines of the same rank around each hit. --last: so many of the newest "
         "hits (1000). -f: go on with what is printed, until Stop; beside a running cell, until that has ended. Lines "
         "that several ranks printed within a second are one, as in a cell's output.",
-        complete=lambda notebook: ("--grep", "--since", "--ranks", "--context", "--last", "-f"),
     )
 
 

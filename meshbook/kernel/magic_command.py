@@ -20,7 +20,7 @@ class MagicCommand:
         run: runs it with the parsed options; what it returns is the cell's value.
         arguments: names and options of its arguments, as `ArgumentParser.add_argument` takes them.
         details: what its options mean.
-        complete: returns completions for its first argument.
+        complete: returns completions for its arguments, beside options, choices and ranks.
     """
 
     usage: str
@@ -29,6 +29,20 @@ class MagicCommand:
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     details: str = ""
     complete: Callable[[Notebook], Iterable[str]] = lambda notebook: ()
+
+    @property
+    def help_text(self) -> str:
+        return "\n".join(filter(None, (self.usage, self.summary, self.details)))
+
+    def completions(self, notebook: Notebook) -> list[str]:
+        """Return what may follow the command."""
+        found = list(self.complete(notebook))
+        for names, options in self.arguments:
+            found += options.get("choices", ())
+            if names == ("ranks",) and notebook.mesh is not None:
+                found += map(str, notebook.mesh.ranks)
+            found += (name for name in names if name.startswith("--"))
+        return list(dict.fromkeys(found))
 
 
 def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -20,6 +21,7 @@ from meshbook.kernel.commands import COMMANDS, suggest
 from meshbook.kernel.hints import hide_traceback
 from meshbook.kernel.notebook import Notebook
 
+_CELL_OPTIONS = ("--ranks", "--actor", "-m", "--setup", "--bg", "--break", "--record")
 CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0 | --actor NAME] [-m NAME] [--setup] [--bg] [--break] [--record]"
 
 
@@ -149,7 +151,7 @@ def _run_line(notebook: Notebook, line: str) -> Any:
         hint = meant or f"there is {', '.join(COMMANDS)}"
         raise UsageError(f"there is no %mesh {word}; {hint}")
     if "--help" in rest or "-h" in rest:
-        print("\n".join(filter(None, (command.usage, command.summary, command.details))))
+        print(command.help_text)
         return None
     parser = _RaisingParser(f"%mesh {word}", command.usage)
     for names, options in command.arguments:
@@ -203,12 +205,30 @@ def register(shell: InteractiveShell) -> None:
 
 
 def complete(shell: InteractiveShell, event: Any) -> list[str]:
-    """Return completions for a `%mesh` line: its commands, then what the command's first argument may be."""
-    words = event.line.split()
-    if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
-        return list(COMMANDS)
-    command = COMMANDS.get(words[1])
-    return list(command.complete(Notebook.of(shell))) if command is not None else []
+    """Return completions for a `%mesh` line, for IPython's completer."""
+    return complete_line(Notebook.of(shell), event.line)
+
+
+def complete_line(notebook: Notebook, line: str) -> list[str]:
+    """Return what may stand at the end of a `%mesh` or `%%mesh` line: commands, options, and what arguments may be."""
+    words = line.split()
+    fragment = "" if line.endswith(" ") else words.pop()
+    if words[:1] == ["%%mesh"]:
+        found: Iterable[str] = _CELL_OPTIONS
+    elif len(words) < 2:
+        found = COMMANDS
+    elif words[1] in COMMANDS:
+        found = COMMANDS[words[1]].completions(notebook)
+    else:
+        found = ()
+    return [word for word in found if word.startswith(fragment)]
+
+
+def help_for(line: str) -> str:
+    """Return the help for a `%mesh` line: its command's, or the overview."""
+    words = line.split()
+    command = COMMANDS.get(words[1]) if len(words) > 1 and words[0] == "%mesh" else None
+    return _help_text() if command is None else command.help_text
 
 
 def unregister(shell: InteractiveShell) -> None:

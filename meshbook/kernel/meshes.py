@@ -79,6 +79,10 @@ class NotebookMeshes(Mapping[str, Mesh]):
             raise MeshNameError(f"no mesh of this notebook is named {name!r}; its own: {own_names}")
         return self._meshes[name]
 
+    def others(self) -> list[str]:
+        """Return the names of this user's meshes that this notebook does not have, those with ranks only."""
+        return [found.name for found in keys.list_connections() if found.has_ranks and found.name not in self]
+
     # ---- starting
 
     def begin_warm_start(self, *, warm: bool) -> None:
@@ -220,18 +224,19 @@ class NotebookMeshes(Mapping[str, Mesh]):
         """Attach to a running mesh, whoever started it, and make it current; it does not end with this notebook.
 
         Args:
-            name: None: the only mesh besides this notebook's.
+            name: None: the only mesh besides this notebook's; without one, this notebook's current one.
 
         Raises:
             NotAttached, MeshNameError, VersionMismatch: as `meshbook.attach`.
         """
         self.reattach()
+        if name is None:
+            others = self.others()
+            current = self.current.name if self.current is not None and not others else None
+            name = others[0] if len(others) == 1 else current
         if name is not None and name in self._meshes and self._meshes[name].session.ended is None:
             self.use(name)
             return self._meshes[name]
-        if name is None:
-            others = [found.name for found in keys.list_connections() if found.owner != self._owner]
-            name = others[0] if len(others) == 1 else None
         mesh = attach(name, kind=self._kind)
         self._add(mesh, persistent=True)
         self._report_cells(mesh.session, "of another client")

@@ -115,8 +115,11 @@ class Notebook:
 
     def _post_run_cell(self, result: Any) -> None:
         """Bind `mesh` and the handles again after `%reset`; update live actors whose class the cell redefined."""
-        if self.mesh is not None and "mesh" not in self.shell.user_ns:
-            self._handles.switch_mesh(self.mesh)
+        if self.mesh is not None:
+            if "mesh" not in self.shell.user_ns:
+                self._handles.switch_mesh(self.mesh)
+            if self.auto and transform.installs(getattr(result.info, "raw_cell", None) or ""):
+                self.front_end.show_note("ranks keep what they have imported; %mesh restart gives fresh ones")
         if "meshbook.actors.procs" not in sys.modules:
             return  # no actor was spawned from this process; avoids the import
         from meshbook.actors.redefine import redefine_from

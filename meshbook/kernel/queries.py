@@ -31,8 +31,6 @@ class RankQueries:
 
     def complete(self, local: dict[str, Any], code: str, cursor: int) -> dict[str, Any]:
         """Return a `complete_reply`'s content: this process's matches, and a rank's if it replies in time."""
-        if code.lstrip().startswith(("%mesh", "%%mesh")) and "\n" not in code[:cursor]:
-            return local
         remote = self._query_rank(
             completion.root_name(code, cursor), lambda call, ranks: messages.Complete(call, ranks, code, cursor)
         )

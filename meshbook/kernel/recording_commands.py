@@ -79,7 +79,6 @@ COMMANDS = {
         (_argument("what", choices=("on", "off", "save")), _argument("--limit")),
         "save: write bundles of the last recorded cell, however it ended. --limit: memory that a record may take on "
         "each rank (1G).",
-        complete=lambda notebook: ("on", "off", "save"),
     ),
     "replay": MagicCommand(
         "%mesh replay BUNDLE [--rank R] [--trust]",

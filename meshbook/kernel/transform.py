@@ -58,6 +58,8 @@ BOTH_LINE_MAGICS = frozenset([
 # Extensions that are loaded in this process only.
 LOCAL_EXTENSIONS = frozenset({"meshbook", "tensorboard"})
 
+_INSTALLERS = ("pip", "uv", "conda", "mamba", "micromamba")
+
 _MAGIC = re.compile(r"%(?P<name>[A-Za-z_]\w*)(?P<rest>.*)")
 _CELL_MAGIC = re.compile(r"%%(?P<name>\S+)")
 # Also without `%` or `!`, as users often type it: `pip install` is not valid Python.
@@ -134,6 +136,17 @@ def rewrite(source: str, *, auto: bool = True) -> str:
         case "both":
             return f"{planned.local_source}{NOTEBOOK_EXPRESSION}.run_cell({planned.remote_source!r})\n"
     return planned.local_source
+
+
+def installs(source: str) -> bool:
+    """Whether the lines at the top of a cell that run here install packages."""
+    for line in source.splitlines():
+        magic = _MAGIC.match(line)
+        if _INSTALL.match(line) or (magic is not None and magic["name"] in _INSTALLERS):
+            return True
+        if line.strip() and not line.startswith("#") and _parse_local_line(line) is None:
+            break
+    return False
 
 
 def names_read(source: str) -> list[str]:

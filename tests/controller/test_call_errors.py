@@ -32,6 +32,15 @@ def exited(**changes: Any) -> RankExited:
     return RankExited(**{**facts, **changes})
 
 
+def test_ranks_that_were_lost_alike_are_one_clause() -> None:
+    gone = [exited(rank=rank, pid=10 + rank) for rank in (3, 1, 2)] + [exited(rank=0, signal=None, exit_code=3, pid=9)]
+    error = error_from(finished(((0, 1, 2, 3), LOST), lost=tuple(gone)), "cell 5")
+    assert str(error).startswith(
+        "rank 0 (pid 9 on here) exited with status 3 while cell 5 ran; ranks 1-3 (pids 11, 12, 13 on here) were killed "
+        "by SIGKILL while cell 5 ran. "
+    )
+
+
 @pytest.mark.parametrize(
     ("parts", "kind", "text"),
     [

@@ -10,6 +10,7 @@ from msgspec import structs
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.diagnose.kinds import KINDS
 from meshbook.diagnose.snapshot_reader import has_moved
+from meshbook.diagnose.source_files import sanitize_line
 from meshbook.diagnose.stack_tree import as_text as stacks_as_text
 from meshbook.diagnose.stack_tree import merge, moved_by_rank
 from meshbook.wire.messages import Frame, Health, ProcessStatus
@@ -682,3 +683,7 @@ def test_operations_on_remote_tensors_wait_in_their_collective_and_not_for_a_loc
     torchs = Frame(f"{TORCH}/distributed/tensor/_api.py", 600, "full_tensor")
     batch = running_rank(0, torchs, file=None, collectives=(op(1),), process=ProcessStatus(state="S", syscall="futex"))
     assert "lock" not in why(batch, running_rank(1, *frames_at(2)))[0].title
+
+
+def test_untrusted_text_is_one_line_without_colours_and_control_characters() -> None:
+    assert sanitize_line("\x1b[36mCell\x1b[39m In[4],\n line 1\x07") == "Cell In[4],  line 1\N{REPLACEMENT CHARACTER}"

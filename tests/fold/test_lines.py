@@ -261,6 +261,50 @@ def test_what_a_rank_missed_is_forgotten_once_it_is_in_step():
     assert said(folder.flush(0.4)) == [((0, 1), "step 1 loss {1.0, 2.0}")]
 
 
+def epochs(delay_s, *, number=6):
+    """What is shown of a loop in which rank 1 prints later than rank 0."""
+    folder, shown = LineFolder(range(2)), []
+    for epoch in range(number):
+        began = 10.0 * epoch
+        folder.feed(0, [out(f"epoch {epoch} done\n")], began)
+        # as the host does: when a line is due, and after what is fed
+        while (due := folder.next_deadline()) is not None and due < began + delay_s:
+            shown += folder.flush(due)
+        folder.feed(1, [out(f"epoch {epoch} done\n")], began + delay_s)
+        shown += folder.flush(began + delay_s)
+        while (due := folder.next_deadline()) is not None:
+            shown += folder.flush(due)
+    return said(shown)
+
+
+@pytest.mark.parametrize(("delay_s", "num_split"), [(0.5, 0), (3.0, 1), (8.0, 2)])
+def test_a_rank_that_is_late_in_each_round_of_a_loop_is_waited_for_from_the_next_round_on(delay_s, num_split):
+    shown = epochs(delay_s * MAX_AGE_S)
+    assert shown[: 2 * num_split] == [((rank,), f"epoch {n} done") for n in range(num_split) for rank in (0, 1)]
+    assert shown[2 * num_split :] == [((0, 1), f"epoch {n} done") for n in range(num_split, 6)]
+
+
+def test_a_rank_that_is_later_than_that_keeps_nobody_waiting():
+    folder = LineFolder(range(2))
+    for epoch in range(9):
+        folder.feed(0, [out(f"epoch {epoch}\n")], 100.0 * epoch)
+        folder.flush(100.0 * epoch + 11 * MAX_AGE_S)
+        folder.feed(1, [out(f"epoch {epoch}\n")], 100.0 * epoch + 50.0)
+        folder.flush(100.0 * epoch + 90.0)
+    folder.feed(0, [out("epoch 9\n")], 1000.0)
+    assert folder.next_deadline() == 1000.0 + MAX_AGE_S
+
+
+def test_a_burst_of_late_lines_counts_once():
+    folder = LineFolder(range(2))
+    folder.feed(0, [out("".join(f"line {n}\n" for n in range(20)))], 0.0)
+    folder.flush(1.0)
+    folder.feed(1, [out("".join(f"line {n}\n" for n in range(20)))], 2.0)
+    folder.flush(5.0)
+    folder.feed(0, [out("next\n")], 10.0)
+    assert folder.next_deadline() == 10.0 + 4 * MAX_AGE_S
+
+
 def test_a_rank_that_missed_a_step_is_not_taken_for_late():
     folder = LineFolder(range(2))
     folder.feed(0, [out("step 1 loss 2.0\n")], 0.0)
@@ -636,8 +680,8 @@ def test_each_rank_is_heard_in_full_and_in_its_own_order(meeting):
             folder.rank_done(rank)
         if delay:
             items += folder.flush(now)
-            oldest = folder._aligner.oldest_arrival()
-            assert oldest is None or oldest + MAX_AGE_S > now  # nothing waits longer than it may
+            due = folder._aligner.next_deadline(MAX_AGE_S)
+            assert due is None or due > now  # nothing waits longer than it may
             check_look_ahead(folder)
     items += folder.flush(now, final=True)
     for rank, plan in enumerate(plans):

@@ -51,7 +51,9 @@ def test_a_rank_that_leaves_by_itself_is_named_with_its_status(front: FrontEnd) 
     assert "exited with status 3" in cell.traceback
 
 
-def test_a_rank_that_died_between_cells_is_told_of_with_the_next_one_once(front: FrontEnd) -> None:
+def test_a_rank_that_died_between_cells_is_named_with_the_next_one_and_missed_in_those_after_it(
+    front: FrontEnd,
+) -> None:
     pid = front.pids()["rank 1"]
     os.kill(pid, signal.SIGTERM)
     when(lambda: has_exited(pid), "the rank's end")
@@ -60,7 +62,8 @@ def test_a_rank_that_died_between_cells_is_told_of_with_the_next_one_once(front:
     assert f"rank 1 (pid {pid}" in cell.notes
     assert "while no cell ran" in cell.notes
     assert cell.result == "0"
-    assert front.run("x").notes == ""
+    assert front.run("x").notes == "on rank 0: rank 1 is lost; %mesh heal replaces it"
+    assert front.run("%%mesh --ranks 0\nx").notes == ""
 
 
 def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -89,6 +90,13 @@ def test_a_name_of_the_users_stays_and_the_user_is_told_once() -> None:
     assert side.warned == ["lr"]
     side.deleted("lr")
     assert side.namespace["lr"] == 0.1
+
+
+def test_a_module_that_was_imported_on_both_sides_is_no_conflict() -> None:
+    side = Side(math=math)
+    side.bound("math")
+    assert side.namespace["math"] is math
+    assert side.warned == []
 
 
 def test_when_the_user_deletes_the_own_name_the_ranks_takes_its_place() -> None:

@@ -530,8 +530,13 @@ def test_what_follows_percent_mesh_is_completed(typed: Terminal) -> None:
 
         return magics.complete(typed.shell, Event())
 
-    assert after("%mesh st") == list(magics.COMMANDS)
-    assert after("%mesh stop ") == ["magics"]
+    assert set(after("%mesh st")) == {"start", "status", "stacks", "stop"}
+    assert after("%mesh stop ") == ["magics", "--now"]
+    assert after("%mesh start --f") == ["--fresh"]
+    assert after("%mesh kill ") == ["0", "1"]
+    assert after("%mesh auto o") == ["on", "off"]
+    assert after("%%mesh --b") == ["--bg", "--break"]
+    assert after("%mesh nothing ") == []
     assert "magics" in after("%mesh attach m")
     typed("to_be_pushed = 1")
     assert "to_be_pushed" in after("%mesh push ")
@@ -544,7 +549,11 @@ def test_what_follows_percent_mesh_is_completed(typed: Terminal) -> None:
 def test_in_a_kernel_words_and_names_are_completed(shared: FrontEnd) -> None:
     assert {"start", "status", "stop"} <= set(shared.complete("%mesh st")["matches"])
     shared.run("completed_by_pull = 1")
-    assert "completed_by_pull" in shared.complete("%mesh pull completed_by_p")["matches"]
+    assert shared.complete("%mesh pull completed_by_p")["matches"] == ["completed_by_pull"]
+    reply = shared.complete("x = 1\n%mesh start --fr")
+    assert (reply["matches"], reply["cursor_start"]) == (["--fresh"], len("x = 1\n%mesh start "))
+    assert "%mesh kill RANKS" in shared.inspect("%mesh kill")["data"]["text/plain"]
+    assert "--setup" in shared.inspect("%%mesh")["data"]["text/plain"]
 
 
 def test_in_a_kernel_a_magic_that_fails_is_an_error_reply(shared: FrontEnd) -> None:

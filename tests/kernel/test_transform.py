@@ -168,6 +168,13 @@ def test_a_part_of_a_cell_is_numbered_as_in_the_cell() -> None:
     assert pad_to_cell_lines("z = mesh.run('x')", "x') ") == "x') "
 
 
+def test_cells_that_install_packages_are_known() -> None:
+    for source in ("%pip install a", "!pip install a", "%mesh stop\n\npip install a", "%uv pip install a"):
+        assert transform.installs(source)
+    for source in ("x = 1", "pip = 3\npip - 1", "%pip_like x", "x = 1\n%pip install a"):
+        assert not transform.installs(source)
+
+
 def test_every_decision_is_in_the_table_that_users_read() -> None:
     table = transform.__doc__ or ""
     for name in ("%%controller", "%mesh", "%pip", "%%writefile", "%load_ext", "%cd", "%debug", "x?", "exit"):

@@ -418,15 +418,24 @@ def test_debug_and_breakpoints_say_how_to_look_where_nobody_gives_commands(rank:
     assert "Nothing has failed" in rank.said()
     for source in ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"):
         error = rank.error(source)
-        assert "Rank 2 has nobody to give the debugger commands here" in error.evalue
+        assert "there is nobody to give the debugger commands here" in error.evalue
         assert "MESHBOOK_BREAKPOINT=0" in error.evalue
-        assert "%%mesh --ranks 2" in error.evalue
     assert "cannot stop at its first line" in rank.error("1", stop_first=True).evalue
     rank.error("secret = 41\n1 / 0")
     rank.ok("%debug")
     said = rank.said()
     assert "ZeroDivisionError" in said
-    assert "%%mesh --ranks 2" in said
+    assert "sys.last_value is the exception" in said
+
+
+def test_with_pdb_on_a_failure_that_nobody_can_look_into_is_shown_once(rank: Rank) -> None:
+    rank.ok("%pdb on")
+    rank.said()
+    rank.error("1 / 0")
+    assert rank.said() == ""
+    rank.ok("%debug")
+    assert rank.said().count("division by zero") == 1
+    assert rank.shell.call_pdb
 
 
 @pytest.mark.parametrize("variable", ["PYTHONBREAKPOINT", "MESHBOOK_BREAKPOINT"])

@@ -94,9 +94,8 @@ class TerminalReplacement:
     def debug_advice(self) -> str:
         """Return how to inspect a failure without the debugger."""
         return (
-            f"{self._rank_title()} has nobody to give the debugger commands. What the failure left is still there: in "
-            f"a cell that runs on this rank only ({self._magic_for_this_rank()}), `%tb Verbose` shows the variables of "
-            f"each frame, and sys.last_value is the exception. From outside, the process is pid {os.getpid()}."
+            "There is nobody to give the debugger commands. What the failure left is still there: `%debug` in a "
+            "notebook or a terminal looks into it, and sys.last_value is the exception."
         )
 
     def refuse_exit(self) -> NoReturn:
@@ -145,18 +144,10 @@ class TerminalReplacement:
 
     def _nobody_to_ask(self, consequence: str) -> str:
         return (
-            f"{self._rank_title()} has nobody to give the debugger commands here, so {consequence}: it takes them from "
-            "the notebook or terminal that waits for the cell, on the main thread. MESHBOOK_BREAKPOINT=0 (in the "
-            "ranks' environment) passes breakpoints by; `%tb Verbose` in a cell that runs on this rank only "
-            f"({self._magic_for_this_rank()}) shows the variables of a failure"
+            f"there is nobody to give the debugger commands here, so {consequence}: it takes them from the notebook or "
+            "terminal that waits for the cell, on the main thread. MESHBOOK_BREAKPOINT=0 (in the ranks' environment) "
+            "passes breakpoints by"
         )
-
-    def _rank_title(self) -> str:
-        rank = self._presets.get("rank")
-        return "A rank" if rank is None else f"Rank {rank}"
-
-    def _magic_for_this_rank(self) -> str:
-        return f"%%mesh --ranks {self._presets.get('rank', 0)}"
 
 
 class Exiter(ExitAutocall):

@@ -115,9 +115,10 @@ class RankShell(InteractiveShell):
             "GIT_PAGER": "cat",
         }.items():
             os.environ[name] = value
-        # Matplotlib reads this when it is imported; figures then become displays at the end of the cell.
+        # Matplotlib and plotly read these when they are imported; figures then become displays.
         if importlib.util.find_spec("matplotlib_inline") is not None:
             os.environ.setdefault("MPLBACKEND", _INLINE_BACKEND)
+        os.environ.setdefault("PLOTLY_RENDERER", "plotly_mimetype")  # else it sends its whole script with each figure
 
     def init_history(self) -> None:
         self.history_manager = RankHistory(shell=self, parent=self, enabled=False, hist_file=":memory:")
@@ -218,8 +219,12 @@ class RankShell(InteractiveShell):
         error = getattr(sys, "last_value", None)
         if error is None:
             print("Nothing has failed on this rank yet.")
-        elif not self.terminal.inspect(error):
-            self.showtraceback()
+        elif not self.terminal.inspect(error) and force:
+            wanted, self.call_pdb = self.call_pdb, False  # with which IPython would call this method again
+            try:
+                self.showtraceback()
+            finally:
+                self.call_pdb = wanted
             print(self.terminal.debug_advice())
 
     # -----------------------------------------------------------------------------------------------------------------
