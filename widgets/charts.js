@@ -124,7 +124,7 @@ export class Charts {
     const words = drawn.slice(0, 8).map(([rank, points], index) => {
       const [, y] = near(points);
       const shade = rank === "middle" ? colour("busy") : palette[index % palette.length];
-      return h("span", { class: "mbd-key" }, h("i", { style: `background:${shade}` }), `${rank === "middle" ? "middle" : `rank ${rank}`}: ${format(y)}`);
+      return h("span", { class: "mbd-key" }, h("i", { style: `background:${shade}` }), `${rank === "middle" ? "median" : `rank ${rank}`}: ${format(y)}`);
     });
     if (band.length && !lines.length) {
       const [, lowest, , highest] = near(band);

@@ -16,7 +16,8 @@ import { formatRanks, nameRanks, parseRanks } from "./words.js";
 
 /** @typedef {{send: (message: any) => void, listen: (heard: (message: any) => void) => (() => void), page?: boolean}} Link */
 
-const STALE_MS = 12000; // without news of a mesh that works; a sign of life comes every 5 s
+const STALE_MS = 12000; // without a message; one comes every 5 s, unless the mesh has been idle for long
+const ANSWER_MS = 8000; // for an answer to what was pressed
 const ACTORS_MS = 1000; // between two looks at the actors, while they are shown
 const LOG_MS = 2000; // between two readings of the log that is shown, while its rank works
 
@@ -43,7 +44,7 @@ class Dashboard {
     this.tab = "";
     this.heardAt = null;
 
-    this.title = h("strong", { class: "mbd-name" }, "…");
+    this.title = h("strong", { class: "mbd-name", role: "heading", "aria-level": "1" }, "…");
     this.states = h("span", { class: "mbd-states" });
     this.live = h("span", { class: "mbd-live", role: "status" }, "waiting for the mesh");
     this.summary = h("p", { class: "mbd-unseen", "aria-live": "polite" });
@@ -129,6 +130,7 @@ class Dashboard {
     // Every view of one widget hears what is said to any; answers are addressed.
     if (message.view && message.view !== this.view) return;
     this.heardAt = performance.now();
+    this.resting = message.kind === "resting";
     if (!this.picture.mesh && message.kind !== "layout" && message.kind !== "gone") return;
     switch (message.kind) {
       case "layout": {
@@ -182,6 +184,8 @@ class Dashboard {
         break;
       case "gone":
         this.picture.ended = message.reason;
+        this.tiles.mark(this.picture.ranks);
+        this.count();
         break;
     }
     this.tick();
@@ -207,10 +211,10 @@ class Dashboard {
     if (this.heardAt === null) return;
     const stale = performance.now() - this.heardAt;
     const ended = this.picture.ended;
-    // Nothing is sent while nothing changes, but for a sign of life.
-    const quiet = stale > STALE_MS && this.picture.byState().some(([state]) => state === "busy" || state === "waiting");
-    this.live.className = `mbd-live${ended || quiet ? " mbd-stale" : ""}`;
-    const text = ended ? `ended: ${ended}` : quiet ? `no news for ${Math.round(stale / 1000)} s` : "live";
+    const quiet = stale > STALE_MS && !this.resting;
+    this.live.className = `mbd-live${ended || quiet || this.resting ? " mbd-stale" : ""}`;
+    const text = ended ? `ended: ${ended}` : quiet ? `no contact for ${Math.round(stale / 1000)} s` : this.resting ? "idle for long" : "live";
+    for (const one of this.actions.querySelectorAll("button")) one.disabled = Boolean(ended || quiet);
     if (this.live.textContent !== text) this.live.textContent = text;
     const second = Math.floor(performance.now() / ACTORS_MS);
     if (this.tab === "actors" && second !== this.surveyedAt && !ended && !document.hidden) {
@@ -260,13 +264,12 @@ class Dashboard {
         () => this.say({ kind, ranks: some }));
       return;
     }
-    if (kind === "stacks") {
-      this.open("stacks", false);
-      this.tell(`taking stacks of ${nameRanks(some)} …`);
-    }
-    if (kind === "debug") this.tell(`stopping ${nameRanks(some)} in the debugger …`);
-    if (kind === "interrupt") this.tell(`interrupting ${nameRanks(some)}`);
-    if (kind === "why") this.tell("looking …");
+    if (kind === "stacks") this.open("stacks", false);
+    const doing = { stacks: "taking stacks of", debug: "stopping in the debugger:", interrupt: "interrupting", why: "looking at" }[kind];
+    const text = `${doing} ${nameRanks(some)} …`;
+    this.tell(text);
+    clearTimeout(this.waitingFor);
+    this.waitingFor = setTimeout(() => this.told.textContent === text && this.tell(`${text} no answer yet`), ANSWER_MS);
     this.say({ kind, ranks: some });
   }
 

@@ -19,6 +19,7 @@ function connect() {
     };
     socket.onmessage = (event) => {
       const message = JSON.parse(event.data);
+      if (message.kind === "layout") document.title = `${message.mesh} · Meshbook`;
       for (const heard of listeners) heard(message);
     };
     socket.onclose = () => {

@@ -74,6 +74,7 @@ export class Picture {
 
   /** How a rank looks: its state, but to wait in a collective is not to work. @param {number} rank */
   look(rank) {
+    if (this.ended) return "ended";
     const state = this.get("state", rank) ?? "starting";
     return state === "busy" && this.get("doing", rank) ? "waiting" : state;
   }

@@ -45,6 +45,9 @@ const SHAPES = {
     }
     c.stroke();
   },
+  ended(c, x, y, s) {
+    c.strokeRect(x - s * 0.3, y - s * 0.3, s * 0.6, s * 0.6);
+  },
 };
 
 const COLOURS = ["text", "muted", "line", "panel", "accent", "ring", "starting", "idle", "busy", "waiting", "silent", "dead"];

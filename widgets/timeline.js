@@ -78,7 +78,7 @@ export class Timeline {
         if (long > label.length * 6.4 + 8) {
           c.fillStyle = colour("on");
           c.textAlign = "left";
-          c.fillText(label, x + 4, y + 12);
+          c.fillText(label, x + 4, y + 11);
         }
       }
     });

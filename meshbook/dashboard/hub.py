@@ -41,7 +41,7 @@ _SMALL_MESH_RANKS = 64
 # Seconds after joining during which a full update is sent every second: messages sent before the page has drawn the
 # widget are lost.
 _STARTUP_S = 6.0
-# Seconds without a message after which a busy mesh without changes sends a keepalive.
+# Seconds without a message after which a mesh without changes sends a keepalive.
 _KEEPALIVE_S = 5.0
 # Seconds after which updates of an idle mesh stop: a JupyterHub counts every message as activity, and would never cull
 # an open notebook.
@@ -71,6 +71,7 @@ class DashboardClient:
         is_slice = mesh.grid != mesh.session.axes  # else it shows the ranks that there are, also after a resize
         self.encoder = UpdateEncoder(tuple(mesh.ranks), dict(mesh.axes)) if is_slice else UpdateEncoder()
         self.needs_full_update = True
+        self.is_resting = False  # it knows that nothing is sent until a cell runs
         self.sent_at = self.full_update_at = float("-inf")
         self.joined_at = time.monotonic()
         self.reported_errors: set[str] = set()  # internal errors already reported to this client
@@ -195,10 +196,12 @@ class DashboardHub:
             messages = client.encoder.full_update(snapshot)
             client.needs_full_update = False
         elif now - self._last_busy_at > _IDLE_TIMEOUT_S and snapshot.ended is None:
-            return []
+            was_resting, client.is_resting = client.is_resting, True
+            return [] if was_resting else [{"kind": "resting"}]
         else:
             messages = client.encoder.updates(snapshot)
-        if not messages and is_busy and now - client.sent_at >= _KEEPALIVE_S:
+        client.is_resting = False
+        if not messages and now - client.sent_at >= _KEEPALIVE_S:
             return [{"kind": "alive"}]
         return messages
 

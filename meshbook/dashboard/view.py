@@ -83,7 +83,9 @@ class UpdateEncoder:
 
     def full_update(self, snapshot: MeshSnapshot) -> list[Message]:
         """Return messages with the complete state, for a front end that may have none."""
-        self._sent_layout, self._sent_findings = {}, ()
+        self._sent_layout = {}
+        if self._why_answer is None:
+            self._sent_findings = ()
         self._sent_tiles.clear()
         self._charts.forget()
         self._collectives_sent_at, self._sent_collectives, self._sent_ended = float("-inf"), None, None

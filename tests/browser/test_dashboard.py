@@ -250,7 +250,7 @@ def test_what_ranks_print_is_text_and_a_line_of_a_megabyte_is_cut_for_the_eye(bo
     expect(log.locator("mark")).to_have_text("onerror")
     expect(log.locator(".mbd-line")).to_have_count(1)
     assert board.locator("img").count() == 0
-    assert board.title() == "Meshbook"
+    assert board.title() == f"{mesh.name} · Meshbook"
 
 
 class Holds(Actor):

@@ -11,6 +11,7 @@ import pytest
 from meshbook.actors.procs import this_host
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
+from meshbook.dashboard import hub
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
@@ -64,6 +65,21 @@ def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(me
     desk.remove_client(second.audience)
     desk.remove_client(second.audience)
     assert not desk.is_subscribed
+
+
+def test_a_page_of_an_idle_mesh_gets_signs_of_life_until_it_has_been_idle_for_long(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_KEEPALIVE_S", 0.0)
+    desk, page = DashboardHub.of(mesh.session), Page(mesh)
+    desk.add_client(page.audience)
+    page.wait_for(lambda message: message["kind"] == "alive")
+    monkeypatch.setattr(hub, "_IDLE_TIMEOUT_S", 0.0)
+    page.wait_for(lambda message: message["kind"] == "resting")
+    monkeypatch.setattr(hub, "_IDLE_TIMEOUT_S", WAIT_S)
+    page.reported.clear()
+    page.wait_for(lambda message: message["kind"] == "alive")
+    desk.remove_client(page.audience)
 
 
 def test_actors_on_processes_of_their_own_are_in_the_tab_too(mesh: Mesh) -> None:

@@ -84,6 +84,18 @@ def test_an_answer_to_why_stands_until_something_else_runs() -> None:
     assert by_kind(reported.updates(replace(training.step(), calls=())))["findings"]["findings"] == []
 
 
+def test_an_answer_to_why_stands_beside_a_finding_that_was_known_and_yields_to_a_new_one() -> None:
+    stuck = Training({"dp": 2, "tp": 2}, stuck=2, stuck_after=1)
+    stuck.step()
+    stuck.step()
+    reported = UpdateEncoder()
+    assert by_kind(reported.full_update(stuck.picture))["findings"]["findings"]
+    answer = reported.record_why(stuck.picture, (Finding(kind="straggler", ranks=(1,), title="Rank 1 is late"),))
+    assert by_kind(reported.full_update(stuck.picture))["findings"] == answer
+    news = replace(stuck.picture, findings=(Finding(kind="dead", ranks=(3,), title="Rank 3 is dead"),))
+    assert by_kind(reported.full_update(news))["findings"]["findings"][0]["ranks"] == "3"
+
+
 def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> None:
     few, many = Training({"rank": 4}), Training({"rank": 64})
 
