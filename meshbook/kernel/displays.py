@@ -43,7 +43,7 @@ class PublishedDisplay:
 
     def message(self, call_ranks: Ranks) -> dict[str, Any]:
         """Return the content of `display_data` or `update_display_data`."""
-        distinct = self._distinct_contents()
+        distinct = self.distinct_contents()
         if len(distinct) == 1:
             return _display_content(distinct[0][1], self.name)
         parts = [(ranks, _preview_of(item)) for ranks, item in distinct]
@@ -52,7 +52,7 @@ class PublishedDisplay:
             data["text/html"] = shown
         return _display_content(Display(data), self.name)
 
-    def _distinct_contents(self) -> list[tuple[Ranks, Display]]:
+    def distinct_contents(self) -> list[tuple[Ranks, Display]]:
         """Return what ranks show, with the ranks, in their order."""
         packed: dict[int, bytes] = {}  # by identity: ranks that showed it together share one
         ranks_by_content: dict[bytes, list[int]] = {}

@@ -193,23 +193,53 @@ class CellSink:
         if published is not None:  # arrived later from other ranks; a figure takes time to be drawn
             published.join(shown.ranks, item)
             self._publish("update_display_data", self._heading(published))
-            self._updated[published] = None  # the others may have updated theirs
+            if item.display_id is not None:
+                self._updated[published] = None  # the others may have updated theirs
+            self._put_in_order(others)
         elif len(others) < MAX_DISTINCT_DISPLAYS:
-            name = item.display_id
-            if name is not None and shown.ranks != self._ranks:  # ranks may show different displays under one id
-                name = f"{name} {name_ranks(shown.ranks)}"
+            # Of some ranks: other ranks may show another one under their id, and it may change its place.
+            name = item.display_id if shown.ranks == self._ranks else f"meshbook-{secrets.token_hex(8)}"
             published = PublishedDisplay(digest, f"meshbook-{secrets.token_hex(8)}", name)
             published.join(shown.ranks, item)
             others.append(published)
             self._publish_display(published)
+            self._put_in_order(others)
+        elif shown.ranks < others[-1].ranks and (left_out := others[-1]).contents:
+            published = PublishedDisplay(digest, left_out.heading, left_out.name)
+            left_out.name = None  # it is updated no more
+            published.join(shown.ranks, item)
+            others[-1] = self._recent[self._recent.index(left_out)] = published
+            for ranks, content in left_out.distinct_contents():
+                self._omit(RankDisplay(ranks, content))
+            self._publish_in_place(published)
+            self._put_in_order(others)
         else:
-            self._retain(shown)
-            self._omitted_ranks.update(shown.ranks)
-            self._omitted.add(self._cell, shown)
+            self._omit(shown)
             return
         if item.display_id is not None:
             for rank in shown.ranks:
                 self._displays[rank, item.display_id] = published
+
+    def _omit(self, shown: RankDisplay) -> None:
+        self._retain(shown)
+        self._omitted_ranks.update(shown.ranks)
+        self._omitted.add(self._cell, shown)
+
+    def _put_in_order(self, displays: list[PublishedDisplay]) -> None:
+        """Give displays at one index of the frames, listed as they stand on the page, places in the order of ranks."""
+        in_order = sorted(displays, key=lambda one: one.ranks)
+        if in_order == displays or not all(one.contents for one in displays):
+            return
+        places = [(one.heading, one.name) for one in displays]
+        displays[:] = in_order
+        for one, place in zip(displays, places, strict=True):
+            if (one.heading, one.name) != place:
+                one.heading, one.name = place
+                self._publish_in_place(one)
+
+    def _publish_in_place(self, published: PublishedDisplay) -> None:
+        self._publish("update_display_data", self._heading(published))
+        self._publish("update_display_data", published.message(self._ranks))
 
     def _take_index(self, ranks: Iterable[int]) -> int:
         """Return the index of the next display in the frames of these ranks."""
@@ -276,8 +306,10 @@ class CellSink:
                     self._display(item, display)
                 case PublishedDisplay():
                     self._publish_text()
-                    self._displays_by_index.setdefault(self._take_index(item.ranks), []).append(item)
+                    others = self._displays_by_index.setdefault(self._take_index(item.ranks), [])
+                    others.append(item)
                     self._publish_display(item)
+                    self._put_in_order(others)
         self._publish_text()
         self._progress.display_cleared()
 

@@ -203,6 +203,29 @@ def test_displays_that_ranks_made_side_by_side_come_in_the_order_of_ranks() -> N
     assert page.text() == "rank 0:\nof 0\nrank 1:\nof 1\nbetween\nrank 1:\nnext of 1\n"
 
 
+def test_displays_that_come_one_after_the_other_stand_in_the_order_of_ranks_and_are_updated_there() -> None:
+    page = Page((0, 1, 2))
+    for rank in (2, 0, 1):
+        page.sink((shown(f"of {rank}", (rank,), display_id="x"),))
+    assert page.text() == "rank 0:\nof 0\nrank 1:\nof 1\nrank 2:\nof 2\n"
+    page.sink((shown("new of 2", (2,), display_id="x", update=True),))
+    assert page.text() == "rank 0:\nof 0\nrank 1:\nof 1\nrank 2:\nnew of 2\n"
+    page.sink((RankDisplay((0,), ClearOutput(False)),))
+    assert page.text() == "rank 1:\nof 1\nrank 2:\nnew of 2\n"
+
+
+def test_of_many_different_displays_those_of_the_first_ranks_are_shown_whoever_came_first() -> None:
+    ranks = tuple(range(6))
+    page = Page(ranks)
+    for rank in (5, 3, 0, 4, 2, 1):
+        page.sink((shown(f"of {rank}", (rank,), display_id="x"),))
+    page.sink((shown("new of 5", (5,), display_id="x", update=True),))
+    page.sink.close()
+    assert page.text().startswith("rank 0:\nof 0\nrank 1:\nof 1\nrank 2:\nof 2\nrank 3:\nof 3\n")
+    assert [display.ranks for _, display in page.omitted.for_ranks(ranks)] == [(4,), (5,)]
+    assert "of 5" not in page.text()
+
+
 def test_what_was_left_out_can_be_had_by_rank() -> None:
     kept = OmittedDisplays()
     with pytest.raises(UsageError, match="shown already"):
