@@ -81,6 +81,7 @@ class Monitoring:
         self._num_probes = 0
         self._calls: dict[str, tuple[str, Ranks]] = {}  # running call -> client, ranks
         self._findings: dict[str, tuple[Finding, ...]] = {}  # running call -> its findings
+        self._standing_still: set[str] = set()  # running calls of which it was reported that they stand still
         # client -> generation, subscription, time of the last update
         self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}
         self._num_subscriptions = 0
@@ -154,10 +155,11 @@ class Monitoring:
     def call_ended(self, call: str) -> None:
         self._calls.pop(call, None)
         self._stall_detector.call_ended(call)
+        self._standing_still.discard(call)
         if self._findings.pop(call, None) is not None:
             self._publish_findings()
 
-    def host_heartbeat(self, report: messages.HostHeartbeat, now: float) -> None:
+    def host_heartbeat(self, report: messages.HostHeartbeat, now: float) -> list[Effect]:
         at = self._state.wall_time(now)
         for metrics in report.metrics:
             self._telemetry.add_metrics(metrics, at)
@@ -169,9 +171,14 @@ class Monitoring:
             wait = None if waiting is None else CollectiveWait(_possible_waiters(waiting), at - waiting.began_at)
             self._last_heartbeats[info.rank] = (status, wait, now)
             self._stall_detector.heartbeat(status, wait, now)
+        effects: list[Effect] = []
         for call in [call for call in self._findings if not self._stall_detector.is_stalled(call, now)]:
             del self._findings[call]  # it makes progress again, so its findings no longer hold
             self._publish_findings()
+            if call in self._standing_still:
+                self._standing_still.discard(call)
+                effects.append(self._notify(call, "this cell goes on"))
+        return effects
 
     def snapshots_received(self, host: int, report: messages.SnapshotReply, now: float) -> list[Effect]:
         return self._finish_request(report.call, now) if self._snapshot_requests.add_reply(host, report) else []
@@ -278,14 +285,16 @@ class Monitoring:
             return []
         text = diagnose.as_text(tuple(new_findings[:_MAX_FINDINGS_SHOWN]), color=False)
         # A rank that computes is not stuck; whether its loop ends is for the user to judge.
-        head = (
-            "this cell computes on"
-            if all(one.kind == "python-loop" for one in new_findings)
-            else "this cell stands still"
-        )
-        notice = RankDisplay(ranks=probe.ranks, item=messages.Notice(f"{head}\n{text}"))
-        client, _ = self._calls[probe.call]
-        return [SendToClient(client, messages.CallOutput(call=CallId(probe.call), items=(notice,)))]
+        if all(one.kind == "python-loop" for one in new_findings):
+            return [self._notify(probe.call, f"this cell computes on\n{text}")]
+        self._standing_still.add(probe.call)
+        return [self._notify(probe.call, f"this cell stands still\n{text}")]
+
+    def _notify(self, call: str, text: str) -> Effect:
+        """Return what shows a notice under a running cell."""
+        client, ranks = self._calls[call]
+        notice = RankDisplay(ranks=ranks, item=messages.Notice(text))
+        return SendToClient(client, messages.CallOutput(call=CallId(call), items=(notice,)))
 
     def _continue_probe(self, name: str, now: float) -> list[Effect]:
         probe = self._probes.pop(name, None)

@@ -227,9 +227,13 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
     (news,) = watched(world.ring(begun, "news"))
     assert [found["ranks"] for found in news.findings or ()] == [[3]]
     for _ in range(100):
-        world.beat()
+        assert not messages_of(world.beat(), messages.CallOutput)
         ticks = world.ring(ticks, "tick")
         assert not messages_of(ticks, messages.TakeSnapshots)
+    moved = {rank: {"health": Health(cpu_percent=1.0, num_collectives=5)} for rank in ranks}
+    (withdrawn,) = messages_of(world.beat(moved), messages.CallOutput)
+    assert "this cell goes on" in str(withdrawn.items[0])
+    assert not messages_of(world.beat(moved), messages.CallOutput)
     world.finish("c1", ranks=ranks)
     assert watched(world.watch())[0].findings == ()
 
