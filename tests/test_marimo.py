@@ -213,6 +213,19 @@ def test_a_marked_cell_runs_on_every_rank_and_its_names_are_handles(tmp_path: Pa
         names["mesh"].stop()
 
 
+def test_the_how_tos_cells_end_well(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "howto" / "marimo.md").read_text().replace("create_mesh(4)", "create_mesh(2)")
+    cells = re.findall(r'^```python title="cell"\n(.*?)\n```$', page, re.MULTILINE | re.DOTALL)
+    assert len(cells) == 4
+    outputs, _ = load(notebook(tmp_path, *cells)).app.run()
+    try:
+        assert outputs[1].same() == 2.0
+        assert dict(outputs[2]) == {0: 0.0, 1: 2.0}
+        assert dict(outputs[3]) == {0: 2.0, 1: 2.0}
+    finally:
+        end_meshes()
+
+
 def test_a_marked_cell_may_await(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "# mesh\nimport asyncio\nprint('before')\nawait asyncio.sleep(0)\nmesh.size() * 10"
     outputs, names = load(notebook(tmp_path, MAKE, code)).app.run()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshbook.cli import records
+from meshbook.cli import records, steering
 from meshbook.cli.meshes import find_mesh, observed_mesh, print_result, use_color
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
@@ -25,7 +24,7 @@ from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
 from meshbook.mesh_axes import MeshAxes
-from meshbook.selections import parse_axes, parse_selection
+from meshbook.selections import parse_axes
 from meshbook.version import __version__
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped, kill_supervisor
@@ -34,9 +33,6 @@ from meshbook.wire.process_control import is_stopped, kill_supervisor
 _REPLY_TIMEOUT_S = 3.0
 _STOP_GRACE_S = 15.0
 _SIGNAL_GRACE_S = 5.0
-
-# What cannot be meant as a mesh's name.
-_RANKS = re.compile(r"all|\d[\d,-]*|\w+=.*")
 
 _EPILOG = """\
 Where meshes are found: MESHBOOK_RUNTIME_DIR. What they are by default: MESHBOOK_RANKS, MESHBOOK_ENGINE, meshbook.toml,
@@ -102,11 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     stacks.add_argument("--threads", action="store_true", help="all threads, not only the main ones")
 
     printing = records.add_commands(add)
-    debug = add("debug", _debug, "stop the cell that runs in the debugger, with its prompt here; Ctrl-C leaves it")
-    debug.add_argument("words", nargs="*", metavar="[NAME] [RANKS]", help="which mesh, if several run; 0,2-3 or dp=0")
-
-    debug.add_argument("--dap", action="store_true", help="open a debugpy port instead, for VS Code to attach to")
-    debug.add_argument("--port", type=_port, help="which, for one rank; any that is free, unless said")
+    printing += steering.add_commands(add, _port)
 
     top = add("top", _top, "a live picture of a mesh, in the terminal or as a web page")
     way = top.add_mutually_exclusive_group()
@@ -268,20 +260,6 @@ def _stacks(options: argparse.Namespace) -> int:
     with observed_mesh(options.name) as mesh:
         stacks = mesh.stacks(options.ranks, twice=options.twice, threads=options.threads)
     print_result(options, stacks.snapshots, lambda: stacks.as_text(color=use_color()))
-    return 0
-
-
-def _debug(options: argparse.Namespace) -> int:
-    words = list(options.words)
-    running = {found.name for found in keys.list_connections()}
-    is_named = bool(words) and (words[0] in running or not _RANKS.fullmatch(words[0]))
-    with observed_mesh(words.pop(0) if is_named else None) as mesh:
-        if options.dap:
-            from meshbook.controller.debug_ports import open_ports
-
-            print(open_ports(mesh.session, parse_selection(mesh.grid, " ".join(words)), options.port or 0))
-        else:
-            mesh.debug(" ".join(words) or None)
     return 0
 
 

@@ -36,6 +36,10 @@ _HEADING_HTML = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller
 _NOTE_HTML = (
     '<div class="meshbook-note" style="opacity:.6;font-size:smaller;padding-left:var(--jp-code-padding,0)">{}</div>'
 )
+# What happens on the ranks while a cell runs: to be seen, and no error.
+_NOTICE_HTML = (
+    '<div class="meshbook-notice" style="white-space:pre-wrap;border-left:3px solid #d29922;padding:2px 10px">{}</div>'
+)
 
 
 class Publish(Protocol):
@@ -182,7 +186,10 @@ class CellSink:
                 self._display(shown, item)
 
     def _add_notice(self, notice: Notice) -> None:
-        self._add_raw_text("stderr", f"[meshbook] {notice.text}\n")
+        self._publish_text()
+        text = f"[meshbook] {notice.text}"
+        data = {"text/plain": text, "text/html": _NOTICE_HTML.format(html.escape(text))}
+        self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
 
     def _display(self, shown: RankDisplay, item: Display) -> None:
         """Show a display, joined with an equal one of other ranks at the same index of their frames."""

@@ -16,6 +16,7 @@ import pytest
 
 from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellInterrupted
 from tests.budget import WAIT_S, when
 from tests.cli.commands import meshbook
 
@@ -133,3 +134,26 @@ def test_a_slip_of_the_keyboard_gets_a_sentence(
     done = meshbook(*words)
     assert done.status == status
     assert complaint in done.err
+
+
+def test_health_and_memory_are_tables_and_json(mesh: Mesh) -> None:
+    when(lambda: "barrier #1 since" in meshbook("health").out)  # with the next heartbeat
+    assert {row["rank"] for row in json.loads(meshbook("health", "--json").out)} == {0, 1}
+    assert meshbook("memory", "hanging").out.startswith("Mesh hanging: memory of each rank.")
+    assert json.loads(meshbook("memory", "--json").out)["rank"] == [0, 1]
+
+
+def test_a_cell_is_stopped_and_a_rank_killed_from_the_terminal() -> None:
+    with create_mesh(2, name="steered") as mesh:
+        future = mesh.run("__import__('time').sleep(1000)", wait=False, echo=False)
+        done = meshbook("interrupt", "steered")
+        assert (done.status, done.out) == (0, "Stop was sent to ranks 0-1.\n")
+        with pytest.raises(CellInterrupted):
+            future.result(WAIT_S)
+        wrong = meshbook("kill", "steered")
+        assert (wrong.status, wrong.err) == (
+            2,
+            "meshbook: which ranks? Write it like: meshbook kill 2, or meshbook kill all\n",
+        )
+        assert meshbook("kill", "steered", "1").out == "Killed rank 1.\n"
+        when(lambda: mesh.session.lost == (1,))

@@ -78,7 +78,7 @@ def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
         os.kill(pids[name], signal.SIGTERM)
     assert front.wait(cell, timeout_s=WAIT_S).reply["status"] == "ok"
     # The ranks that heard of it may have ended the cell before its notice is here.
-    front.wait_until_shown(cell, lambda cell: f"received SIGTERM: x will be saved in {folder}" in cell.stderr)
+    front.wait_until_shown(cell, lambda cell: f"received SIGTERM: x will be saved in {folder}" in cell.text)
     when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
     assert f"x is saved in {folder}/save-0001: on a new mesh, %mesh restore {folder}" in front.run("x").traceback
 
@@ -90,7 +90,7 @@ def test_what_was_asked_for_is_saved_although_the_kernel_is_killed_too(front: Fr
     cell = front.send(f"print('at it', flush=True)\n{gate.wait}")
     front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     os.kill(pids["supervisor"], signal.SIGTERM)
-    front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.stderr)
+    front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.text)
     os.kill(front.pid, signal.SIGTERM)
     gate.open()
     when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")

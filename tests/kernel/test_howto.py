@@ -24,7 +24,8 @@ def notebook() -> Iterator[FrontEnd]:
         yield front
 
 
-@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
+# tests/test_marimo.py runs that page
+@pytest.mark.parametrize("page", sorted({path.stem for path in PAGES.glob("*.md")} - {"marimo"}))
 def test_the_cells_of_a_page_end_well(page: str, notebook: FrontEnd) -> None:
     if page in NEEDS and importlib.util.find_spec(NEEDS[page]) is None:
         pytest.skip(f"needs {NEEDS[page]}")

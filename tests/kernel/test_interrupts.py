@@ -170,7 +170,7 @@ def test_a_second_stop_ends_ranks_that_do_not_come_back_and_says_so(run: object)
         assert "catches KeyboardInterrupt, at line" in cell.reply["evalue"]
         assert "Press Stop again" in cell.reply["evalue"]
         front.interrupt()
-        front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.stderr)
+        front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.text)
         when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of its end")
         assert front.run("x").result == "0"
 
@@ -192,10 +192,10 @@ def test_two_presses_of_stop_at_once_end_the_cell_with_the_rank_that_does_not_co
             front.wait(cell).reply["ename"] == "KeyboardInterrupt"
         ):  # the first was given up after 2 s, before the second
             assert "rank 1 has not come back" in cell.reply["evalue"]
-            front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.stderr)
+            front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.text)
             return
         assert cell.reply["ename"] == "RankLost"
-        assert "second Stop: rank 1 did not come back within 1 s and was killed" in cell.stderr
+        assert "second Stop: rank 1 did not come back within 1 s and was killed" in cell.text
         assert front.run("x").result == "0"
 
 
@@ -326,9 +326,9 @@ def test_a_supervisor_that_is_stopped_is_named_and_stop_lets_it_go_on(front: Fro
     cell = front.send("kept = rank\nprint('at it', flush=True)\ntime.sleep(60)")
     front.wait_until_shown(cell, lambda cell: printed_by_both(cell, "at it"))
     os.kill(supervisor, signal.SIGSTOP)
-    front.wait_until_shown(cell, lambda cell: "does not answer" in cell.stderr)
+    front.wait_until_shown(cell, lambda cell: "does not answer" in cell.text)
     for part in (f"(pid {supervisor})", "it is stopped (SIGSTOP)", f"`kill -CONT {supervisor}`", "keep what they hold"):
-        assert part in cell.stderr
+        assert part in cell.text
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert "was stopped on ranks 0-1" in cell.reply["evalue"]

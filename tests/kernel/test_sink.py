@@ -81,10 +81,12 @@ def test_what_only_some_ranks_say_bears_their_numbers() -> None:
     assert "[0,2]" in page.text()
 
 
-def test_a_notice_is_told_on_stderr() -> None:
+def test_a_notice_is_a_display_of_its_own_and_no_error() -> None:
     page = Page()
     page.sink((RankDisplay((1,), Notice("rank 1 was cut short")),))
-    assert page.messages == [("stream", {"name": "stderr", "text": "[meshbook] rank 1 was cut short\n"})]
+    ((kind, content),) = page.messages
+    assert (kind, content["data"]["text/plain"]) == ("display_data", "[meshbook] rank 1 was cut short")
+    assert "meshbook-notice" in content["data"]["text/html"]
 
 
 def test_a_progress_bar_is_one_block_that_is_updated_and_stays_where_it_began() -> None:

@@ -30,7 +30,7 @@ from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preload import preload
-from meshbook.wire.messages import ClearOutput, DebuggerStop, Display, RankError, RunCell, Text
+from meshbook.wire.messages import ClearOutput, DebuggerStop, Display, Notice, RankError, RunCell, Text
 from tests.budget import WAIT_S
 
 DEADLINE_S = WAIT_S
@@ -927,7 +927,7 @@ def test_display_data_is_fit_to_travel(rank: Rank) -> None:
         "publish_display_data({'image/png': b'\\x89PNG', 'application/json': {'a': (1, np.float32(2)), 3: {4}},"
         " 'application/vnd.jupyter.widget-view+json': {'model_id': 'x'}, 'text/plain': 'p'}, {'m': (1,)})"
     )
-    (shown,) = rank.output.pop_items()
+    *_, shown = rank.output.pop_items()  # behind a notice on widgets
     assert shown == Display(
         {"image/png": "iVBORw==", "application/json": {"a": [1, 2.0], "3": [4]}, "text/plain": "p"}, {"m": [1]}
     )
@@ -1020,3 +1020,10 @@ def test_no_event_loop_is_made_before_a_cell_awaits(rank: Rank) -> None:
     assert not rank.shell.event_loop.exists
     rank.ok("import asyncio\nawait asyncio.sleep(0)")
     assert rank.shell.event_loop.exists
+
+
+def test_a_widget_says_once_in_a_cell_where_widgets_work(rank: Rank) -> None:
+    rank.ok("from ipywidgets import IntSlider\ndisplay(IntSlider())\nIntSlider()")
+    notices = [item.text for item in rank.output.pop_items() if isinstance(item, Notice)]
+    assert len(notices) == 1
+    assert "%%controller" in notices[0]

@@ -8,13 +8,25 @@ Parts of `RankShell`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.rank.cells.mime import WIDGET_VIEW, encode_mime, to_json_data
-from meshbook.wire.messages import ClearOutput, Display
+from meshbook.wire.messages import ClearOutput, Display, Notice
+
+_WIDGET_NOTE = (
+    "widgets of ranks are shown as text and do not change. ipywidgets work in %%controller cells; for a progress bar "
+    "take tqdm.auto"
+)
+
+
+def is_widget(value: Any) -> bool:
+    """Whether a value is a widget of ipywidgets."""
+    module = sys.modules.get("ipywidgets")
+    return module is not None and isinstance(value, module.Widget)
 
 
 class RankDisplayHook(DisplayHook):
@@ -56,6 +68,8 @@ class RankDisplayHook(DisplayHook):
             return
         if self._has_value:  # a second value is displayed (ast_node_interactivity = "all", or a cell within a cell)
             self._display(self._value)
+        if is_widget(result):
+            self.shell.display_pub.note_widget()
         self.update_user_ns(result)
         self.shell.history_manager.register_numbered_name(f"_{self._number}")
         self.fill_exec_result(result)
@@ -74,6 +88,7 @@ class RankDisplayPublisher(DisplayPublisher):
     """Puts displays into the rank's output, in order with its text."""
 
     shell: Any
+    _widget_noted_in: int | None = None  # the cell
 
     def publish(
         self,
@@ -86,6 +101,8 @@ class RankDisplayPublisher(DisplayPublisher):
         **_kwargs: Any,
     ) -> None:
         self._validate_data(data, metadata)
+        if WIDGET_VIEW in data:
+            self.note_widget()
         shown = {mime: encode_mime(mime, value) for mime, value in data.items() if mime != WIDGET_VIEW}
         display_id = (transient or {}).get("display_id")
         self.shell.output.put(
@@ -96,6 +113,13 @@ class RankDisplayPublisher(DisplayPublisher):
                 update=update,
             )
         )
+
+    def note_widget(self) -> None:
+        """Say, once in a cell, where widgets work: those of a rank are shown as text."""
+        cell = self.shell.displayhook.prompt_count
+        if cell != self._widget_noted_in:
+            self._widget_noted_in = cell
+            self.shell.output.put(Notice(_WIDGET_NOTE))
 
     def clear_output(self, wait: bool = False) -> None:
         self.shell.output.put(ClearOutput(bool(wait)))
