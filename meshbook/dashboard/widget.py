@@ -19,6 +19,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.dashboard import assets
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from meshbook.dashboard.web_server import SideChannel
+from meshbook.errors import MeshbookError
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -77,7 +78,17 @@ class Dashboard(anywidget.AnyWidget):
         self._hub.on_request(self._client, content)
 
     def __repr__(self) -> str:
-        return f"<dashboard of {self._client.mesh!r}>"
+        name = self._client.mesh.name
+        return f"The dashboard of mesh {name} needs a page; in a terminal: meshbook top {name} [--web]"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """Return the live view; for readers of the saved notebook, and on GitHub, what ranks did when it was shown."""
+        live = super()._repr_mimebundle_(**options)
+        data = live[0] if isinstance(live, tuple) else live
+        if data is not None:
+            with contextlib.suppress(MeshbookError):  # it has ended, or does not answer
+                data["text/html"] = self._client.mesh.health()._repr_html_()
+        return live
 
 
 def dashboard(mesh: Mesh) -> Dashboard:

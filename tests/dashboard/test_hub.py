@@ -181,3 +181,10 @@ def test_the_widget_is_one_however_often_it_is_shown_and_a_new_one_once_it_was_c
         other.close()
         other.close()
     assert not desk.is_subscribed
+
+
+def test_a_saved_notebook_has_a_table_in_the_place_of_the_live_widget(mesh: Mesh) -> None:
+    with_live = mesh.dashboard()._repr_mimebundle_()[0]
+    assert "application/vnd.jupyter.widget-view+json" in with_live
+    assert "<table>" in with_live["text/html"]
+    assert f"meshbook top {mesh.name}" in with_live["text/plain"]
