@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
+from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
 from meshbook.supervisor.checkpoints import CheckpointSaves
@@ -61,7 +61,9 @@ class Healing:
         self.has_unmoved = False
         self._attempt: _Attempt | None = None
         self._num_attempts = 0
-        self._waiting: tuple[str, messages.HealMesh] | None = None  # until a call of lost ranks has ended
+        # until a call of lost ranks, and the processes of a heal that failed, have ended
+        self._waiting: tuple[str, messages.HealMesh] | None = None
+        self._unfinished: set[int] = set()  # new ranks of an attempt that failed, which are being ended
 
     @property
     def is_active(self) -> bool:
@@ -83,7 +85,7 @@ class Healing:
             return _refuse(client, command, f"the mesh is being {what}; wait for it")
         if self._scheduler.is_held:
             return _refuse(client, command, "the mesh is being resized; wait for it")
-        is_whole = not self._ranks.exited and self._groups.status != "broken"
+        is_whole = not (self._ranks.exited or self._unfinished) and self._groups.status != "broken"
         if is_whole and not self.has_unmoved:
             return [SendToClient(client, messages.MeshHealed(command.call, self._info(), (), 0.0))]
         busy = self._scheduler.busy_cells()
@@ -96,7 +98,8 @@ class Healing:
             )
             return _refuse(client, command, text)
         starting = self._start_lost_hosts()
-        if starting or busy:  # these end by themselves: cells within two seconds, tensor operations after it too
+        # these end by themselves: cells within two seconds, tensor operations after it too
+        if starting or busy or self._unfinished:
             self._waiting = client, command
             return starting
         return self._start(client, command, now)
@@ -141,8 +144,9 @@ class Healing:
         return self.host_failed(late, f"nothing was heard of it within {_HOSTS_TIMEOUT_S:.0f} s")
 
     def call_ended(self, now: float) -> list[Effect]:
-        """Begin the attempt that waited for calls of lost ranks, or for hosts, if nothing is waited for any more."""
-        if self._waiting is None or self._starting_hosts or self._scheduler.busy_cells():
+        """Begin the attempt that waited for calls and processes to end, or for hosts, if it waits for no more."""
+        self._unfinished -= self._ranks.exited.keys()
+        if self._waiting is None or self._starting_hosts or self._unfinished or self._scheduler.busy_cells():
             return []
         (client, command), self._waiting = self._waiting, None
         return self._start(client, command, now)
@@ -173,6 +177,7 @@ class Healing:
         new_ranks, spec = tuple(sorted(self._ranks.exited)), self._startup.spec
         assert spec is not None  # the mesh has started
         self._num_attempts += 1
+        self._unfinished -= set(new_ranks)
         since = now if began_at is None else began_at
         self._attempt = _Attempt(client, command, new_ranks, self._num_attempts, since, resized)
         self._scheduler.is_held = True
@@ -204,7 +209,7 @@ class Healing:
         attempt = self._attempt
         assert attempt is not None
         if failure := _first_failure(parts):
-            return self._fail_with_new_processes(f"cells were not replayed on it: {failure}", now)
+            return self._fail(f"cells were not replayed on it: {failure}; %mesh heal tries again", now)
         for part in parts:
             reply = part.outcome.reply or {}
             attempt.ran = tuple(reply.get("ran", ()))
@@ -234,7 +239,7 @@ class Healing:
         assert attempt is not None
         if failure := _first_failure(parts):
             self._groups.rank_lost()  # members may have come to different places: the groups are formed anew
-            return self._fail_with_new_processes(f"what the others hold was not copied to it: {failure}", now)
+            return self._fail(f"what the others hold was not copied to it: {failure}; %mesh heal tries again", now)
         for part in parts:
             reply = part.outcome.reply or {}
             for rank in part.ranks:
@@ -265,7 +270,7 @@ class Healing:
         if failure := _first_failure(parts):
             self._groups.rank_lost()
             of_cells = "".join(f"; {label}: {why}" for label, why in attempt.failed.items())
-            return self._fail_with_new_processes(f"DTensors did not get their parts: {failure}{of_cells}", now)
+            return self._fail(f"DTensors did not get their parts: {failure}{of_cells}; %mesh heal tries again", now)
         replies = [part.outcome.reply or {} for part in parts]
         attempt.num_bytes = sum(reply.get("num_bytes", 0) for reply in replies)
         for name in {name for reply in replies for name in reply.get("lost", ())}:
@@ -300,16 +305,12 @@ class Healing:
             return "copying was turned off"
         return "" if self._groups.status == "ready" else "nothing is copied without process groups"
 
-    def _fail_with_new_processes(self, reason: str, now: float) -> list[Effect]:
-        """End the attempt after the new ranks have joined: they live, and lack what the others hold."""
-        assert self._attempt is not None
-        new_ranks = self._attempt.new_ranks
-        if self._ranks.exited or self._attempt.resized is not None or self.has_unmoved:
-            return self._fail(f"{reason}; %mesh heal tries again", now)
-        again = f"%mesh kill {format_ranks(new_ranks)}, then %mesh heal, tries again"
-        return self._fail(f"it has a new process, but {reason}; {again}", now)
-
     def _fail(self, reason: str, now: float, *, keeps_new_ranks: bool = False) -> list[Effect]:
+        """End the attempt. New ranks end with it: they may lack what the others hold, and the next heal begins anew.
+
+        Args:
+            keeps_new_ranks: they have got all that there is.
+        """
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         self._scheduler.is_held = False
@@ -318,12 +319,10 @@ class Healing:
         unfinished: list[Effect] = []
         if attempt.resized is not None:
             what = f"the mesh has {len(self._ranks)} ranks now, but the resize was not completed"
-        if (attempt.resized is not None or self.has_unmoved) and not keeps_new_ranks:
-            # those that have joined may lack what the others hold: with the next heal, all of them begin anew
-            joined = tuple(rank for rank in attempt.new_ranks if rank not in self._ranks.exited)
-            if joined:
-                kill = messages.KillRanks(CallId(f"unfinished-{attempt.number}"), joined)
-                unfinished = [self._ranks.send(joined, kill)]
+        joined = tuple(rank for rank in attempt.new_ranks if rank not in self._ranks.exited)
+        if joined and not keeps_new_ranks:
+            self._unfinished.update(joined)
+            unfinished = [self._ranks.send(joined, messages.KillRanks(CallId(f"unfinished-{attempt.number}"), joined))]
         text = f"{what}: {reason}. The other ranks keep what they hold"
         return [
             *unfinished,

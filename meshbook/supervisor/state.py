@@ -325,7 +325,7 @@ class MeshState:
         for report in exits:
             saves = self.saves.rank_lost(report)
             effects += [*self._scheduler.rank_lost(report), *saves]
-        return [*effects, *self._scheduler.end_unsent(now)]
+        return [*effects, *self._scheduler.end_unsent(now), *self.changes.advance(now)]
 
     def _mesh_changed(self, *exited: messages.RankExited) -> SendToClient:
         return SendToClient(None, messages.MeshChanged(info=self.info(), exited=exited))

@@ -547,7 +547,7 @@ def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_n
     with pytest.raises(HealError, match="%mesh heal"):
         healing.result(DEADLINE_S)
     healed = trio.heal()
-    assert healed.ranks == (victim,)
+    assert healed.ranks == tuple(sorted({1, victim}))
     assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t), step") == dict.fromkeys(range(3), (3, 1))
 
 

@@ -227,8 +227,11 @@ def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_anothe
     mesh.lose(2)
     failed = mesh.finish(form.call, status="lost")
     assert "could not be healed: the process groups could not be formed" in refusal(failed)
-    (start,) = messages_of(mesh.heal("again"), messages.StartRanks)
-    assert start.ranks == (2,)
+    (ended,) = messages_of(failed, messages.KillRanks)
+    assert ended.ranks == (1,)  # it lacks what the others hold
+    assert messages_of(mesh.heal("again"), messages.StartRanks) == []
+    (start,) = messages_of(mesh.lose(1), messages.StartRanks)
+    assert start.ranks == (1, 2)
 
 
 def test_a_rank_that_takes_no_part_in_forming_groups_does_not_hold_up_the_others_for_ever() -> None:
@@ -255,19 +258,20 @@ def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: i
     text = refusal(failed)
     assert "could not be healed" in text
     assert "%mesh heal" in text
-    (start,) = messages_of(mesh.heal("again"), messages.StartRanks)
-    assert start.ranks == (victim,)
+    again = mesh.heal("again") + (mesh.lose(1) if victim == 3 else [])
+    (start,) = messages_of(again, messages.StartRanks)
+    assert start.ranks == tuple({1, victim})
 
 
-def test_state_that_cannot_be_shared_leaves_a_living_rank_and_says_how_to_try_again() -> None:
+def test_state_that_cannot_be_shared_ends_the_new_process_and_the_next_heal_begins_anew() -> None:
     mesh = LostRank()
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
     error = messages.RankError(ename="OSError", evalue="no", traceback=())
     failed = mesh.finish(share.call, status="error", error=error)
     text = refusal(failed)
-    assert "it has a new process, but what the others hold was not copied to it: ranks 0-3: OSError: no" in text
-    assert "%mesh kill 1, then %mesh heal" in text
+    assert "what the others hold was not copied to it: ranks 0-3: OSError: no; %mesh heal tries again" in text
+    assert messages_of(failed, messages.KillRanks)[0].ranks == (1,)
     (again,) = messages_of(failed, messages.FormGroups)  # ranks may have come to different places
     assert again.generation == 3
 
