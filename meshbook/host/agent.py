@@ -287,9 +287,9 @@ class HostAgent:
         self._carry_out(self.ledger.calls.report_progress(now))
 
     def _report_heartbeat(self) -> None:
-        ranks = self.ledger.rank_infos(self.hostname, self._loop.clock.monotonic())
-        metrics, spares = self._snapshots.drain_metrics(), self.launcher.spares.infos()
-        self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=metrics, spares=spares))
+        now = self._loop.clock.monotonic()
+        ranks, metrics = self.ledger.rank_infos(self.hostname, now), self._snapshots.drain_metrics()
+        self._report(messages.HostHeartbeat(self._host, ranks, metrics, self.launcher.spares.infos()))
 
     # ---- processes: what the launcher reports
 
@@ -306,12 +306,9 @@ class HostAgent:
     def start_failed(self, reason: str) -> None:
         """Report a failed start, and the ranks without a process as exited."""
         self._report(messages.HostFailed(host=self._host, reason=reason))
-        for record in self.ledger.living():
-            if record.pid is None:
-                record.exit_reason = f"could not be started: {reason}"
-                self._report(_never_started(record, self.hostname))
-                self._carry_out(self.ledger.rank_lost(record.rank, self._loop.clock.monotonic()))
-        self._check_all_exited()
+        for record in [record for record in self.ledger.living() if record.pid is None]:
+            record.exit_reason = f"could not be started: {reason}"
+            self._rank_lost(_never_started(record, self.hostname))
 
     def fork_server_terminating(self) -> None:
         self._report(messages.TerminationRequested(self.ledger.living_ranks))
@@ -333,10 +330,13 @@ class HostAgent:
         """Handle the exit of a rank's process; `status` as returned by waitpid, None: not known."""
         if (found := self._processes.pop(pid)) is None:
             return
-        exited = self._describe_exit(self.ledger.ranks[found[0]], found[1], status)
-        if self._on_all_exited is None:  # not being stopped
+        self._rank_lost(self._describe_exit(self.ledger.ranks[found[0]], found[1], status))
+
+    def _rank_lost(self, exited: messages.RankExited) -> None:
+        lost = self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic())
+        if self._on_all_exited is None:  # not being stopped; a heal that waits for this starts a process in its place
             self._report(exited)
-        self._carry_out(self.ledger.rank_lost(exited.rank, self._loop.clock.monotonic()))
+        self._carry_out(lost)
         self._check_all_exited()
 
     def _describe_exit(self, record: RankRecord, process: RankProcess, status: int | None) -> messages.RankExited:

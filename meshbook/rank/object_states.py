@@ -1,7 +1,8 @@
 """The state of a user's object as plain containers and tensors, and its way back into an object like it.
 
-A module's state is its parameters and buffers, in place: a DDP or FSDP2 model keeps its memory, and what refers to it
-stays right. Other objects have `state_dict` and `load_state_dict`. No process groups, no files.
+A module's state is its parameters and buffers, in place (a DDP or FSDP2 model keeps its memory, and what refers to it
+stays right), its modes, its attributes that are plain values (`dropout.p`), and its extra state. Other objects have
+`state_dict` and `load_state_dict`. No process groups, no files.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshbook.rank.previews.digests import PLAIN_TYPES
 
-def state_of(value: Any, *, with_shards: bool = True) -> Any:
+
+def state_of(value: Any, *, with_shards: bool = True, with_attributes: bool = True) -> Any:
     """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies.
 
     Args:
         with_shards: DTensors of a module are part of it.
+        with_attributes: so are its attributes; its modes are in any case.
     """
     if not isinstance(value, torch.nn.Module):
         return value.state_dict()
@@ -26,7 +30,35 @@ def state_of(value: Any, *, with_shards: bool = True) -> Any:
         for kind, name, tensor in tensors_of(value)
         if with_shards or not isinstance(tensor, DTensor)
     }
-    return {"tensors": tensors, "training": {name: module.training for name, module in value.named_modules()}}
+    attributes = attributes_of(value)
+    if not with_attributes:
+        attributes = {name: {"training": found["training"]} for name, found in attributes.items()}
+    return {"tensors": tensors, "attributes": attributes, "extra": extra_states_of(value)}
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Return by module the attributes that are plain values. Those of torch's wrappers are not the user's."""
+    return {
+        name: {
+            key: value
+            for key, value in vars(inner).items()
+            if type(value) in PLAIN_TYPES and not key.startswith("_") and (key == "training" or not _is_wrapper(inner))
+        }
+        for name, inner in module.named_modules()
+    }
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+
+
+def extra_states_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return by module what its `get_extra_state` returns, of those that have one."""
+    return {
+        name: inner.get_extra_state()
+        for name, inner in module.named_modules()
+        if type(inner).get_extra_state is not torch.nn.Module.get_extra_state
+    }
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, str, torch.Tensor]]:
@@ -66,4 +98,7 @@ def load_state(value: Any, state: Any, *, with_shards: bool = True) -> None:
         for name, tensor in own.items():
             tensor.copy_(sent[name])
     for name, module in value.named_modules():
-        module.training = state["training"].get(name, module.training)
+        for key, attribute in state["attributes"].get(name, {}).items():
+            setattr(module, key, attribute)
+        if name in state["extra"]:
+            module.set_extra_state(state["extra"][name])

@@ -409,6 +409,28 @@ def test_an_optimizer_refers_to_the_parameters_that_a_setup_cell_has_built(trio:
     assert values(trio, "net.bias.tolist()") == {rank: [0.5, 0.5] for rank in range(3)}
 
 
+EXTRA_STATE = """
+class Scaled(torch.nn.Linear):
+    def __init__(self): super().__init__(2, 2); self.amax, self.tau = [0.0], 1.0
+    def get_extra_state(self): return self.amax[0]
+    def set_extra_state(self, state): self.amax = [state]
+torch.manual_seed(0)
+net = Scaled()
+"""
+
+
+def test_a_module_gets_its_extra_state_and_attributes_and_a_group_without_members_is_named(trio: Mesh) -> None:
+    trio.run(EXTRA_STATE, setup=True, echo=False)
+    trio.run(
+        "net.amax, net.tau = [7.0], 0.5\nalone = dist.new_group([1])\nphase = torch.ones(2, dtype=torch.cfloat).conj()"
+    )
+    kill(trio, 1)
+    healed = trio.heal()
+    assert values(trio, "net.amax, net.tau, phase.tolist()") == dict.fromkeys(range(3), ([7.0], 0.5, [1.0, 1.0]))
+    assert "whether this rank was one is not known" in healed.missing[1]["alone"]
+    assert values(trio, "'alone' in globals()")[1] is False
+
+
 def test_groups_and_meshes_of_the_users_own_work_again_without_touching_the_objects(trio: Mesh) -> None:
     trio.run(
         "pair = dist.new_group([0, 1])\nends = dist.new_group([0, 2])\nthird = dist.new_group([2])\n"

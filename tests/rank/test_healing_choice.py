@@ -81,7 +81,20 @@ def test_what_cannot_be_compared_is_left_as_replayed_cells_made_it() -> None:
 def test_a_module_whose_buffers_alone_differ_comes_with_those_of_the_source_and_says_so() -> None:
     held = {rank: {"x": Held("state", "DDP", "a", f"buffers {rank}")} for rank in (0, 2, 3)}
     found = choose_sources(held, {}, 1, AXES)["x"]
-    assert found == Choice(0, "equal on all others; its buffers differ there, and are those of rank 0")
+    assert found == Choice(
+        0, "equal on all others; its buffers and extra state may differ there, and are those of rank 0"
+    )
+
+
+@pytest.mark.parametrize("attributes", [("p=0.1",) * 3, ("rank=0", "rank=2", "rank=3")])
+def test_the_attributes_of_a_module_come_with_it_where_they_are_equal(attributes: tuple[str, ...]) -> None:
+    held = {
+        rank: {"x": Held("state", "Net", "a", "buffers", found)}
+        for rank, found in zip((0, 2, 3), attributes, strict=True)
+    }
+    found = choose_sources(held, {}, 1, AXES)["x"]
+    assert found.with_attributes == (len(set(attributes)) == 1)
+    assert ("its attributes differ" in found.why) != found.with_attributes
 
 
 def groups(**members: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -101,9 +114,24 @@ def test_a_group_that_the_new_rank_is_no_member_of_is_no_group_there() -> None:
     held = {
         0: {"x": Held("group", "process group", groups=groups(a=(0, 2)))},
         2: {"x": Held("group", "process group", groups=groups(a=(0, 2)))},
-        3: {"x": Held("plain", "int", "-100")},
+        3: {"x": Held("non-member", "int")},
     }
     assert choose_sources(held, {}, 1, AXES)["x"].groups == (NO_MEMBER,)
+
+
+def test_where_all_others_are_no_members_of_a_group_it_is_named_and_not_guessed() -> None:
+    held = {rank: {"x": Held("non-member", "int")} for rank in (0, 2, 3)}
+    found = choose_sources(held, {}, 1, AXES)["x"]
+    assert (found.source, found.groups) == (None, ())
+    assert "whether this rank was one is not known" in found.why
+    assert choose_sources(held, {"x": Held("group", "process group", groups=groups(a=(1,)))}, 1, AXES) == {}
+
+
+def test_what_a_rank_has_in_the_place_of_a_group_of_others_is_not_guessed() -> None:
+    held = {0: {"x": Held("group", "process group", groups=groups(a=(0,)))}}
+    held |= {rank: {"x": Held("plain", "NoneType", "none")} for rank in (2, 3)}
+    found = choose_sources(held, {}, 1, AXES)["x"]
+    assert (found.source, found.groups) == (None, ())
 
 
 def test_a_mesh_of_devices_is_made_of_the_new_ranks_groups() -> None:

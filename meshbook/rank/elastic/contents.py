@@ -118,9 +118,8 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return parameters, buffers and modes, gradients (which a step may add to), and what DDP's sums depend on."""
     _reshard(module)
     gradients = {name: tensor.grad for kind, name, tensor in tensors_of(module) if tensor.grad is not None}
-    extra = {name: inner.get_extra_state() for name, inner in module.named_modules() if _has_extra_state(inner)}
     buckets = {name: gradient_buckets.read(model) for name, model in _ddp_models(module)}
-    return {"state": state_of(module), "gradients": gradients, "extra": extra, "buckets": buckets}
+    return {"state": state_of(module), "gradients": gradients, "buckets": buckets}
 
 
 def _load_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -128,8 +127,6 @@ def _load_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
     load_state(module, state["state"])
     for _, name, tensor in tensors_of(module):
         _load_gradient(tensor, state["gradients"].get(name))
-    for name, extra in state["extra"].items():
-        module.get_submodule(name).set_extra_state(extra)
     for name, model in _ddp_models(module):
         gradient_buckets.arrange(model, state["buckets"].get(name))
 
@@ -147,10 +144,6 @@ def _ddp_models(module: torch.nn.Module) -> Iterator[tuple[str, DistributedDataP
     for name, inner in module.named_modules():
         if isinstance(inner, DistributedDataParallel):
             yield name, inner
-
-
-def _has_extra_state(module: torch.nn.Module) -> bool:
-    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def _reshard(module: torch.nn.Module) -> None:

@@ -24,11 +24,12 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     Attributes:
         kind: "definition" (a module, function or class, which cells define), "state" (an object with a state that can
             be loaded into another one like it), "plain" (a number, a string and the like), "group" (a process group),
-            "mesh" (a DeviceMesh), "random" (a generator's state), "value" (another one, which is replaced as a whole)
-            or "opaque" (cannot be copied).
+            "non-member" (what `new_group` returns on ranks that are no members), "mesh" (a DeviceMesh), "random" (a
+            generator's state), "value" (another one, which is replaced as a whole) or "opaque" (cannot be copied).
         type: its class, in words.
         digest: equal for equal contents; None: not comparable.
-        rest_digest: the same, of what may differ between replicas: buffers of a module.
+        rest_digest: the same, of what may differ between replicas: buffers and extra state of a module.
+        attributes_digest: the same, of attributes of modules that are plain values, such as `dropout.p`.
         groups: names and members of the process group, or of the groups of a DeviceMesh, by dim.
         slice_of_mesh: of a DeviceMesh that is a slice of `mesh`: its axes.
         is_sharded: it has tensors of which other ranks hold other parts.
@@ -38,6 +39,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     type: str
     digest: str | None = None
     rest_digest: str | None = None
+    attributes_digest: str | None = None
     groups: tuple[tuple[str, Ranks], ...] = ()
     slice_of_mesh: tuple[str, ...] = ()
     is_sharded: bool = False
@@ -50,6 +52,7 @@ class Choice(Struct, frozen=True, gc=False):
     why: str
     groups: tuple[str, ...] = ()  # the new rank's process groups that it is made of; it needs no source then
     slice_of_mesh: tuple[str, ...] = ()  # it is `mesh`, cut to these axes
+    with_attributes: bool = False  # the attributes of a module too: they are equal on the others
 
 
 def choose_sources(
@@ -80,7 +83,7 @@ def choose_sources(
             continue
         if name in own and first.kind == "value" and any(one.digest is None for one in found.values()):
             continue  # cells have made it here, and whether the others hold the same cannot be known
-        if any(one.groups for one in found.values()):
+        if any(one.groups or one.kind == "non-member" for one in found.values()):
             if name not in own:
                 choices[name] = _choose_groups(found, rank)
         elif first.kind == "opaque":
@@ -122,14 +125,19 @@ def _choose_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int
             rest = {found[other].rest_digest for other in sources}
             why = "equal on all others" if len(replicated) == len(axes) else f"replica on {', '.join(replicated)}"
             if len(rest) > 1:
-                why += f"; its buffers differ there, and are those of rank {sources[0]}"
-            return Choice(sources[0], why)
+                why += f"; its buffers and extra state may differ there, and are those of rank {sources[0]}"
+            attributes = {one.attributes_digest for one in found.values()}
+            if len(attributes) > 1:
+                why += "; its attributes differ on the others, and are as they were made here"
+            return Choice(sources[0], why, with_attributes=len(attributes) == 1 and None not in attributes)
     return Choice(None, "it differs between the other ranks")
 
 
 def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:
     """Return the choice for a process group or a DeviceMesh: the groups that the new rank is a member of."""
     having = {other: one for other, one in found.items() if one.groups}
+    if not having:
+        return Choice(None, "the others are no members of this group, and whether this rank was one is not known")
     source, first = next(iter(having.items()))
     if first.slice_of_mesh and len({one.slice_of_mesh for one in found.values()}) == 1:
         return Choice(source, "made anew", slice_of_mesh=first.slice_of_mesh)
@@ -141,7 +149,10 @@ def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:
             names.append(name)
     if len(names) == len(first.groups):
         return Choice(source, "made anew", tuple(names))
-    if first.kind == "group" and (len(having) < len(found) or len({one.groups for one in having.values()}) == 1):
+    others = [one for one in found.values() if not one.groups]
+    if any(one.kind != "non-member" for one in others):
+        return Choice(None, "this rank is no member of the group, and what it had instead is not known")
+    if first.kind == "group" and (others or len({one.groups for one in having.values()}) == 1):
         return Choice(source, "this rank is no member", (NO_MEMBER,))
     return Choice(None, "the other ranks have no group of this one")
 

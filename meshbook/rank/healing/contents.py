@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
+import struct
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -10,12 +12,15 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.rank.healing.choice import Held
 from meshbook.rank.memory_digests import digest
+from meshbook.rank.object_states import attributes_of, extra_states_of
 from meshbook.rank.previews.digests import CONTAINER_TYPES, PLAIN_TYPES
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
@@ -23,6 +28,7 @@ from meshbook.rank.process_groups.watched_group import WatchedGroup
 _MAX_ITEMS = 200_000
 _MAX_DEPTH = 60
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a class statement has made
+_POINTER_BYTES = struct.calcsize("P")
 _DEFINITIONS = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -46,15 +52,18 @@ def describe(value: Any, *, with_shards: bool = True) -> Held:
         return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
     if isinstance(value, DeviceMesh):
         return _describe_mesh(value)
+    if kind is int and value == dist.GroupMember.NON_GROUP_MEMBER:
+        return Held("non-member", name)
     if _is_sampler_of_rank(value):
         return Held("opaque", name)  # that of another rank would deal that one's rows
     if isinstance(value, _DEFINITIONS):
         return Held("definition", name, _digest_or_none(value))
     try:
         if isinstance(value, torch.nn.Module):
-            rest = _digest([(key, buffer) for key, buffer in value.named_buffers()])
             own = [(key, parameter) for key, parameter in value.named_parameters()]
-            return _describe_contents("state", name, [own, value.training], rest, with_shards=with_shards)
+            held = _describe_contents("state", name, [own, value.training], with_shards=with_shards)
+            attributes = _digest(attributes_of(value))
+            return structs.replace(held, rest_digest=_digest_rest(value), attributes_digest=attributes)
         if has_state(value):
             return _describe_contents("state", name, value.state_dict(), with_shards=with_shards)
         return _describe_contents("plain" if kind in PLAIN_TYPES else "value", name, value, with_shards=with_shards)
@@ -65,12 +74,10 @@ def describe(value: Any, *, with_shards: bool = True) -> Held:
         return Held("value", name)
 
 
-def _describe_contents(
-    kind: str, name: str, contents: Any, rest_digest: str | None = None, *, with_shards: bool
-) -> Held:
+def _describe_contents(kind: str, name: str, contents: Any, *, with_shards: bool) -> Held:
     digester = _Digester(with_shards=with_shards)
     digester.add(contents, 0)
-    return Held(kind, name, digester.hash.hexdigest(), rest_digest, is_sharded=digester.is_sharded)
+    return Held(kind, name, digester.hash.hexdigest(), is_sharded=digester.is_sharded)
 
 
 def _ddp_options(model: DistributedDataParallel) -> str:
@@ -99,6 +106,14 @@ def _describe_mesh(mesh: DeviceMesh) -> Held:
 def has_state(value: Any) -> bool:
     """Whether the state of an object can be taken from it, and loaded into another one like it."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _digest_rest(module: torch.nn.Module) -> str:
+    """Return a digest of what may differ between replicas of a module; one that equals no other where it has none."""
+    try:
+        return _digest([list(module.named_buffers()), extra_states_of(module)])
+    except _NotComparable:
+        return secrets.token_hex(8)
 
 
 def _digest_or_none(value: Any) -> str | None:
@@ -142,7 +157,7 @@ class _Digester:
         elif isinstance(value, torch.Tensor):
             self._add_tensor(value)
         elif isinstance(value, _DEFINITIONS):
-            self._add_definition(value)
+            self._add_definition(value, depth)
         elif (number := self._seen.get(id(value))) is not None:
             self._put(f"again:{number}")
         else:
@@ -199,7 +214,7 @@ class _Digester:
         if local.layout is not torch.strided or local.is_meta or local.is_quantized:
             raise _NotComparable("Tensor without dense memory")
         self._put(f"tensor:{local.dtype}:{tuple(local.shape)}:{tensor.requires_grad}")
-        flat = local.detach().cpu().contiguous().reshape(-1)
+        flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         if flat.numel():
             self.hash.update(digest(numpy.from_dlpack(flat.view(torch.uint8)).view(numpy.uint8)))
 
@@ -210,16 +225,28 @@ class _Digester:
         self._put(f"array:{dtype.str}:{value.shape}")
         self.hash.update(value.tobytes())
 
-    def _add_definition(self, value: Any) -> None:
-        code = getattr(value, "__code__", None)
+    def _add_definition(self, value: Any, depth: int) -> None:
         self._put(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', None) or value.__name__}")
-        if code is not None:
-            self.hash.update(code.co_code)
+        if isinstance(value, types.FunctionType):
+            self._add_code(value.__code__)
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            self.add([value.__defaults__, value.__kwdefaults__, held], depth + 1)
+
+    def _add_code(self, code: types.CodeType) -> None:
+        self._put(f"{code.co_names}:{[one for one in code.co_consts if not isinstance(one, types.CodeType)]!r}")
+        self.hash.update(code.co_code)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                self._add_code(inner)
 
     def _put(self, text: str) -> None:
         self.hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
 
 def _is_made_of_attributes(kind: type) -> bool:
-    """Whether instances of a class are Python objects with nothing in C beside their attributes."""
-    return all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)
+    """Whether instances of a class are Python objects with nothing in C beside their attributes.
+
+    `random.Random` and `functools.partial` are larger than what refers to attributes and to weak references.
+    """
+    is_small = kind.__basicsize__ <= object.__basicsize__ + 2 * _POINTER_BYTES and not kind.__itemsize__
+    return is_small and all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)

@@ -134,7 +134,8 @@ class _Sharing:
             if name in self._randoms:
                 bundle[name] = self._randoms[name]
             elif held[name].kind == "state" and name in shared:
-                bundle[name] = _LoadableState(state_of(namespace[name], with_shards=self._with_shards))
+                state = state_of(namespace[name], with_shards=self._with_shards, with_attributes=choice.with_attributes)
+                bundle[name] = _LoadableState(state)
             elif choice.slice_of_mesh:
                 bundle[name] = _SliceOfMesh(choice.slice_of_mesh)
             elif choice.groups:

@@ -1,0 +1,97 @@
+"""What a rank says of what it holds: equal contents are equal, others are not; what it cannot see into is not known."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshbook.rank.healing.contents import describe
+from meshbook.rank.object_states import load_state, state_of
+
+
+class Scaled(nn.Module):
+    """A module with a plain attribute and an extra state, as those of TransformerEngine have."""
+
+    def __init__(self, amax: Any = 0.0, tau: float = 1.0) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(2, 2), nn.Dropout(0.1)
+        nn.init.ones_(self.fc.weight)
+        nn.init.zeros_(self.fc.bias)
+        self.amax, self.tau = [amax], tau
+
+    def get_extra_state(self) -> Any:
+        return self.amax[0]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.amax = [state]
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def adder(number: int) -> Callable[[int], int]:
+    return lambda given: given + number
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: Holder(number),
+        lambda number: [adder(number)],
+        lambda number: {"f": eval(f"lambda x: x + {number}")},
+        lambda number: {"f": eval(f"lambda x, y={number}: x")},
+        lambda number: torch.full((3,), complex(number, 1), dtype=torch.complex64).conj(),
+        lambda number: {"t": torch.full((3,), float(number))._neg_view()},
+    ],
+)
+def test_equal_contents_have_equal_digests_and_others_do_not(make: Callable[[int], Any]) -> None:
+    one, other = describe(make(1)), describe(make(2))
+    assert one.digest is not None
+    assert one.digest == describe(make(1)).digest != other.digest
+
+
+@pytest.mark.parametrize("value", [random.Random(1), functools.partial(print, 1), [functools.partial(print, 1)]])
+def test_what_cannot_be_seen_into_has_no_digest(value: Any) -> None:
+    assert describe(value).digest is None
+
+
+def test_a_module_is_compared_by_its_parameters_and_beside_them_by_extra_state_and_attributes() -> None:
+    plain, other_state, other_tau = describe(Scaled()), describe(Scaled(amax=7.0)), describe(Scaled(tau=0.5))
+    assert plain.digest == other_state.digest == other_tau.digest
+    assert plain.rest_digest == other_tau.rest_digest != other_state.rest_digest
+    assert plain.attributes_digest == other_state.attributes_digest != other_tau.attributes_digest
+
+
+def test_an_extra_state_that_cannot_be_seen_into_equals_no_other() -> None:
+    one = random.Random(1)
+    assert describe(Scaled(amax=one)).rest_digest != describe(Scaled(amax=one)).rest_digest
+
+
+def test_a_modules_state_has_its_extra_state_and_its_attributes() -> None:
+    trained, built = Scaled(amax=7.0, tau=0.5).eval(), Scaled()
+    trained.dropout.p = 0.3
+    load_state(built, state_of(trained))
+    assert (built.amax, built.tau, built.dropout.p, built.training, built.fc.training) == (
+        [7.0],
+        0.5,
+        0.3,
+        False,
+        False,
+    )
+    alone = Scaled()
+    load_state(alone, state_of(trained, with_attributes=False))
+    assert (alone.amax, alone.tau, alone.dropout.p, alone.training) == ([7.0], 1.0, 0.1, False)
+
+
+def test_what_new_group_returns_on_other_ranks_is_no_number() -> None:
+    assert describe(dist.GroupMember.NON_GROUP_MEMBER).kind == "non-member"
+    assert describe(-99).kind == "plain"
