@@ -32,7 +32,7 @@ class ActorCellValues(PreviewDisplay):
         return group_previews(dict(enumerate(self._previews))), tuple(range(len(self._previews)))
 
 
-def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
+def run_in_actors(actors: ActorMesh[Any], source: str) -> ActorCellValues | None:
     """Run source in each actor as one of its ordinary messages. Blocks.
 
     Its globals belong to the actor: names of earlier such cells, then those of the rank's cells; `self` is the actor.

@@ -29,7 +29,7 @@ class ActorTable(Table):
 
     mesh: Any = None
 
-    def __getitem__(self, name: str) -> ActorMesh:
+    def __getitem__(self, name: str) -> ActorMesh[Any]:
         return find_actors_on(self.mesh, name)
 
 

@@ -25,7 +25,7 @@ from meshbook.wire.messages import ActorAddress
 _QUERY_TIMEOUT_S = 20.0  # for processes to describe their actors: a lookup
 
 
-def find_actors(name: str, mesh: Any = None) -> ActorMesh:
+def find_actors(name: str, mesh: Any = None) -> ActorMesh[Any]:
     """Return the newest mesh of actors of that name.
 
     Searches the actors that this program has spawned and not stopped, then those that live on `mesh`. Waits for a reply
@@ -43,7 +43,7 @@ def find_actors(name: str, mesh: Any = None) -> ActorMesh:
     return find_actors_on(mesh, name)
 
 
-def find_actors_on(mesh: Any, name: str) -> ActorMesh:
+def find_actors_on(mesh: Any, name: str) -> ActorMesh[Any]:
     """Return the newest mesh of actors of that name that lives on a Mesh; as `find_actors`."""
     rows = [row for row in list_actors(mesh) if row["state"] in ("starting", "living")]
     matches = [row for row in rows if row["actor"] == name]
@@ -63,11 +63,12 @@ def _raise_not_found(name: str, names: Iterable[str]) -> NoReturn:
     raise MeshNameError(f"no actors are named {name!r}; {hint if names else 'there are none'}")
 
 
-def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
+def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh[Any]:
     """Rebuild the owner's handle from what the actors' processes know."""
     first, addresses = rows[0], procs._backend.procs_ref().addresses
     partial_ref = ActorRef(first["id"], first["actor"], first["class"], {}, frozenset(), addresses, None)
-    living = ActorMesh(partial_ref, MeshAxes(("rank",), (len(rows),), tuple(row["rank"] for row in rows)))
+    axes = MeshAxes(("rank",), (len(rows),), tuple(row["rank"] for row in rows))
+    living: ActorMesh[Any] = ActorMesh(partial_ref, axes)
     me = ActorAddress(local_transport().address, "")
     replies = list(living._apply_concurrently(_claim_ownership, first["id"], me).get(_QUERY_TIMEOUT_S).values())
     endpoints, methods, procs_ref, pickled, _ = replies[0]

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from meshbook.actors import base
 from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
@@ -27,14 +27,18 @@ from meshbook.controller import extensions
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class ActorMesh(MeshTrait):
+
+class ActorMesh(MeshTrait, Generic[T]):
     """Actors of one class, one per process of a mesh, or a slice of them. Endpoints are attributes."""
 
     def __init__(self, ref: ActorRef, axes: MeshAxes) -> None:
         self._ref, self._axes = ref, axes
 
-    def _with_axes(self, axes: MeshAxes) -> ActorMesh:
+    def _with_axes(self, axes: MeshAxes) -> ActorMesh[T]:
         return ActorMesh(self._ref, axes)
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +47,7 @@ class ActorMesh(MeshTrait):
         ref = self._ref
         info = ref.endpoints.get(name)
         if info is not None:
-            handle = ActorEndpoint(self, info)
+            handle: ActorEndpoint[..., Any] = ActorEndpoint(self, info)
             self.__dict__[name] = handle
             return handle
         if name == "state":  # not a property: an endpoint may have this name
@@ -181,10 +185,10 @@ def _no_op(actor: Any) -> None:
 # Endpoints and their call methods
 
 
-class ActorEndpoint:
+class ActorEndpoint(Generic[P, R]):
     """`mesh.step`: an endpoint with several call methods. Can be sent in messages, together with its mesh."""
 
-    def __init__(self, mesh: ActorMesh, info: base.EndpointInfo, *, is_marked: bool = True) -> None:
+    def __init__(self, mesh: ActorMesh[Any], info: base.EndpointInfo, *, is_marked: bool = True) -> None:
         self._mesh, self._info, self._is_marked = mesh, info, is_marked
         self._name = info.name
         self._label = f"{mesh._ref.name}.{info.name}"
@@ -223,13 +227,13 @@ class ActorEndpoint:
     def _answering_thread(self) -> int:
         """Return the thread that runs this code, if it is that of one of the called actors."""
         mesh, instance = self._mesh, context().actor_instance
-        if instance.runner is not None and instance.actor_id == mesh._ref.id:
+        if instance.runner is not None and instance.mesh_id == mesh._ref.id:
             own_node = local_transport().address.node
             if any(mesh._ref.addresses[rank].node == own_node for rank in mesh._axes.ranks):
                 return instance.runner.thread_id
         return 0
 
-    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Call every actor of the mesh; return a Future of a ValueMesh. Does not wait."""
         mesh = self._mesh
         return self._call_and_gather(args, kwargs, lambda values: ValueMesh(mesh._axes, values))
@@ -243,7 +247,7 @@ class ActorEndpoint:
         self._send(args, kwargs, gather, ranks=ranks)
         return gather.future
 
-    def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call the only actor of the mesh; return a Future of its value. Does not wait.
 
         Raises:
@@ -257,11 +261,11 @@ class ActorEndpoint:
             )
         return self._call_and_gather(args, kwargs, _single_value)
 
-    def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call one actor of the mesh, chosen at random; return a Future of its value. Does not wait."""
         return self._call_and_gather(args, kwargs, _single_value, ranks=(random.choice(self._mesh._axes.ranks),))
 
-    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call every actor; return an iterator of Futures that resolve in the order in which the values arrive."""
         collector = StreamCollector(self._mesh._ref, self._mesh._axes, self._name)
         for future in collector.futures:
@@ -269,7 +273,7 @@ class ActorEndpoint:
         self._send(args, kwargs, collector)
         return iter(collector.futures)
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send to every actor without a reply. A failure is reported to the owner of the mesh (`__supervise__`)."""
         self._send(args, kwargs, None)
 
@@ -289,7 +293,7 @@ class ActorEndpoint:
 class NotAnEndpoint:
     """`mesh.method` for a method without `@endpoint`: only usable as the argument of `as_endpoint`."""
 
-    def __init__(self, mesh: ActorMesh, name: str) -> None:
+    def __init__(self, mesh: ActorMesh[Any], name: str) -> None:
         self._mesh, self._name = mesh, name
 
     def __getattr__(self, name: str) -> Any:
@@ -305,7 +309,7 @@ class NotAnEndpoint:
         return f"<{self._mesh._ref.class_name}.{self._name}, not an endpoint>"
 
 
-def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> ActorEndpoint:
+def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> ActorEndpoint[..., Any]:
     """Return an unmarked method of an actor class as an endpoint: `as_endpoint(mesh.method).call(…)`.
 
     Raises:
@@ -321,7 +325,7 @@ def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: b
     return ActorEndpoint(method._mesh, base.EndpointInfo(method._name, False, "(…)"), is_marked=False)
 
 
-def _find_endpoint(mesh: ActorMesh, name: str) -> ActorEndpoint:
+def _find_endpoint(mesh: ActorMesh[Any], name: str) -> ActorEndpoint[..., Any]:
     return as_endpoint(getattr(mesh, name))
 
 
@@ -333,7 +337,7 @@ def _single_value(values: list[Any]) -> Any:
     return values[0]
 
 
-def interrupt(actors: ActorMesh) -> None:
+def interrupt(actors: ActorMesh[Any]) -> None:
     """Interrupt everything that these actors have been sent until now. Does not wait.
 
     A running `def` endpoint gets a KeyboardInterrupt, an async endpoint is cancelled, and queued messages are dropped.
@@ -346,7 +350,7 @@ def interrupt(actors: ActorMesh) -> None:
 
 
 def send(
-    endpoint: ActorEndpoint,
+    endpoint: ActorEndpoint[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     port: Port[Any] | None = None,

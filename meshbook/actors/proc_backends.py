@@ -183,7 +183,7 @@ class RankProcBackend(ProcBackend):
         return run_in_thread(end, f"the stop of {procs_ref.name}")
 
 
-def mesh_slice_of(actors: ActorMesh) -> Mesh | None:
+def mesh_slice_of(actors: ActorMesh[Any]) -> Mesh | None:
     """Return the mesh slice that actors live on, under their own axes; None if this program has no such mesh."""
     from meshbook.controller.mesh import Mesh
 

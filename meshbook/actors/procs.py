@@ -12,7 +12,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.actors.base import Actor
 from meshbook.actors.mesh import ActorMesh, describe_class, send_frames
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
 
 _NO_AXES = MeshAxes((), (), (0,))
+
+T = TypeVar("T")
 
 
 class HostMesh(MeshTrait):
@@ -149,7 +151,7 @@ class ProcMesh(MeshTrait):
     def name(self) -> str:
         return self._backend.procs_ref().name
 
-    def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
+    def spawn(self, name: str, Class: type[T], *args: Any, **kwargs: Any) -> ActorMesh[T]:
         """Create an actor of `Class` in each process. Waits for the processes, not for `Class.__init__`.
 
         Args:
@@ -171,11 +173,11 @@ class ProcMesh(MeshTrait):
             f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, spawned_on, Class
         )
         ref.references, ref.mesh_ranks = self._backend.references, ranks
-        mesh = ActorMesh(ref, ref.axes)
+        mesh: ActorMesh[T] = ActorMesh(ref, ref.axes)
         self._spawn(mesh, (Class, args, kwargs, spawned_on, _PICKLED_OPEN_PROCS))
         return mesh
 
-    def _spawn(self, mesh: ActorMesh, class_and_arguments: tuple[Any, ...]) -> None:
+    def _spawn(self, mesh: ActorMesh[Any], class_and_arguments: tuple[Any, ...]) -> None:
         ref, transport, registry = mesh._ref, local_transport(), local_registry()
         instance = context().actor_instance
         owner = instance.address
@@ -316,12 +318,12 @@ client_instance.open_procs = _open_procs
 _PICKLED_OPEN_PROCS = pickle.dumps(_open_procs)
 
 
-def spawn_on(mesh: Mesh, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
+def spawn_on(mesh: Mesh, name: str, Class: type[T], *args: Any, **kwargs: Any) -> ActorMesh[T]:
     """Spawn actors on the ranks of the notebook's mesh, alongside its cells: `Mesh.spawn`."""
     return ProcMesh.from_mesh(mesh).spawn(name, Class, *args, **kwargs)
 
 
-def get_or_spawn_controller(name: str, Class: type, *args: Any, **kwargs: Any) -> Future[ActorMesh]:
+def get_or_spawn_controller(name: str, Class: type[T], *args: Any, **kwargs: Any) -> Future[ActorMesh[T]]:
     """Return the single actor of that name in this process; spawned by the first call."""
     registry = local_registry()
     found = registry.started_here.get(f"controller {name}")
@@ -361,7 +363,7 @@ def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, A
     pending = []
     for rank in procs._axes.ranks:
         ref = ActorRef.of_processes("the process", (procs_ref.addresses[rank],))
-        process = ActorMesh(ref, ref.axes)
+        process: ActorMesh[Any] = ActorMesh(ref, ref.axes)
         gather = process._collector("rows", lambda values: values[0])
         process._send("=rows", (), {}, gather)
         pending.append((rank, gather.future))

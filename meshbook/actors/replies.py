@@ -37,7 +37,7 @@ class ReplyCollector:
         self.pending_by_peer: dict[int, int] = {}  # index of each actor that has not replied, by peer id
         self.call_id = 0  # the id that their replies carry
         instance = context().actor_instance
-        self.caller = None if instance.runner is None else (instance.actor_id, message_var.get())
+        self.caller = None if instance.runner is None else (instance.mesh_id, message_var.get())
         self.started_at = time.monotonic()
 
     def register(self, transport: Transport, peers: Sequence[Any], indices: Sequence[int] | None = None) -> int:

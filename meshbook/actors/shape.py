@@ -86,7 +86,7 @@ class Point(Mapping[str, int]):
         return Point, (self.rank, self.extent)
 
     def __repr__(self) -> str:
-        places = ", ".join(f"{label}={self[label]}/{self.extent[label]}" for label in self.extent)
+        places = ", ".join(f"{label!r}: {self[label]}/{self.extent[label]}" for label in self.extent)
         return f"{{{places}}}"
 
 

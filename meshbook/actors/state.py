@@ -41,10 +41,10 @@ class ActorState(RemoteHandle):
 
     __slots__ = ("_meshbook_mesh", "_meshbook_steps")
 
-    _meshbook_mesh: ActorMesh
+    _meshbook_mesh: ActorMesh[Any]
     _meshbook_steps: tuple[PathStep, ...]
 
-    def __init__(self, mesh: ActorMesh, steps: tuple[PathStep, ...] = ()) -> None:
+    def __init__(self, mesh: ActorMesh[Any], steps: tuple[PathStep, ...] = ()) -> None:
         object.__setattr__(self, "_meshbook_mesh", mesh)
         object.__setattr__(self, "_meshbook_steps", steps)
 
@@ -114,7 +114,7 @@ for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(ActorState, f"__{_op}__", _compared(_op))
 
 
-def state_of(mesh: ActorMesh) -> ActorState:
+def state_of(mesh: ActorMesh[Any]) -> ActorState:
     """Return `mesh.state`."""
     return ActorState(mesh)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from meshbook.actors.runtime.futures import Future, resolve_after
 from meshbook.actors.shape import MeshTrait, Point
 from meshbook.mesh_axes import MeshAxes
 
+P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
 
@@ -65,13 +66,13 @@ class ValueMesh(MeshTrait, Generic[R]):
         return "\n".join([f"ValueMesh({self.extent}):", *lines])
 
 
-class Accumulator(Generic[R, A]):
+class Accumulator(Generic[P, R, A]):
     """Folds the replies of a mesh: `Accumulator(trainers.loss, 0.0, operator.add).accumulate(batch)`."""
 
     def __init__(self, endpoint: Any, identity: A, combine: Callable[[A, R], A]) -> None:
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
-    def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
+    def accumulate(self, *args: P.args, **kwargs: P.kwargs) -> Future[A]:
         """Call the endpoint on every rank; return a Future of the replies, folded in order of arrival."""
         futures = list(self._endpoint.stream(*args, **kwargs))
         result: Future[A] = Future("accumulate()")

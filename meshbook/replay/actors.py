@@ -19,11 +19,11 @@ def run_messages(actor: Any, identity: tuple[str, str, Point], messages: Iterabl
     """Run messages; raise what the last one raises. What others raise they also raised on the rank.
 
     Args:
-        identity: the actor's name, id and point.
+        identity: the actor's name, its mesh's id and its point.
         num: how many messages there are.
     """
-    name, actor_id, own_point = identity
-    instance = Instance(name, actor_id, own_point, None, None, None, _open_no_procs)
+    name, mesh_id, own_point = identity
+    instance = Instance(name, mesh_id, own_point, None, None, None, _open_no_procs)
     with asyncio.Runner() as runner:
         for number, (method, function, args, kwargs, point) in enumerate(messages, 1):
             context_var.set(Context(instance, point))

@@ -17,7 +17,7 @@ from meshbook.actors import replies
 from meshbook.actors.base import Actor
 from meshbook.actors.mesh import as_endpoint, send
 from meshbook.actors.procs import ProcMesh, this_proc
-from meshbook.actors.runtime.context import context
+from meshbook.actors.runtime.context import context, current_actor_name
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, SupervisionError
 from meshbook.actors.runtime.futures import as_completed
 from meshbook.actors.runtime.ports import Channel
@@ -214,6 +214,18 @@ def test_an_actor_knows_its_process_and_the_mesh_that_it_was_spawned_on(procs: P
     for mesh_name, name, pid in counters._apply(_own_processes).get(WAIT_S).values():
         assert (mesh_name, name) == (procs.name, f"process {pid}")
     assert context().actor_instance.proc.name == context().actor_instance.proc_mesh.name == f"process {os.getpid()}"
+
+
+def _ids(actor: Any) -> tuple[str, str]:
+    return context().actor_instance.actor_id, current_actor_name()
+
+
+def test_the_id_of_an_actor_is_its_own_and_the_same_in_a_slice(counters: Any) -> None:
+    ids = list(counters._apply(_ids).get(WAIT_S).values())
+    assert [actor_id for actor_id, _ in ids] == [name for _, name in ids]
+    assert len(set(ids)) == len(counters)
+    assert counters.slice(gpus=1)._apply(_ids).get(WAIT_S).item() == ids[1]
+    assert current_actor_name() == "client"
 
 
 class Unmarked(Actor):

@@ -50,13 +50,13 @@ def procs(run: object) -> Iterator[ProcMesh]:
 
 
 @pytest.fixture
-def trainers(procs: ProcMesh) -> Iterator[ActorMesh]:
+def trainers(procs: ProcMesh) -> Iterator[ActorMesh[Any]]:
     trainers = procs.spawn("trainers", Trainer, 0.1)
     yield trainers
     trainers.stop().get(TIMEOUT_S)
 
 
-def test_attributes_read_as_if_local_and_folded_over_ranks(trainers: ActorMesh) -> None:
+def test_attributes_read_as_if_local_and_folded_over_ranks(trainers: ActorMesh[Any]) -> None:
     trainers.learn.call().get(TIMEOUT_S)
     assert repr(trainers.state.step) == "1"
     assert repr(trainers.state.place) == "[0] 0\n[1] 1"
@@ -72,7 +72,7 @@ def test_attributes_read_as_if_local_and_folded_over_ranks(trainers: ActorMesh) 
     assert trainers.slice(gpus=1).state.place == 1
 
 
-def test_what_is_set_is_on_every_rank_and_a_value_mesh_gives_each_its_own(trainers: ActorMesh) -> None:
+def test_what_is_set_is_on_every_rank_and_a_value_mesh_gives_each_its_own(trainers: ActorMesh[Any]) -> None:
     trainers.state.lr = 0.5
     trainers.state.losses[0] = 9.0
     trainers.state.place = ValueMesh(trainers.state.place._meshbook_mesh._axes, ["a", "b"])
@@ -83,14 +83,14 @@ def test_what_is_set_is_on_every_rank_and_a_value_mesh_gives_each_its_own(traine
     assert list(trainers.state.model[0].bias.sum().values()) == [3.0, 3.0]
 
 
-def test_reading_never_waits_behind_a_long_endpoint(trainers: ActorMesh) -> None:
+def test_reading_never_waits_behind_a_long_endpoint(trainers: ActorMesh[Any]) -> None:
     waiting = trainers.wait.call()
     assert trainers.state.step == 0
     trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
     waiting.get(TIMEOUT_S)
 
 
-def test_what_is_not_there_and_what_differs_is_said(trainers: ActorMesh) -> None:
+def test_what_is_not_there_and_what_differs_is_said(trainers: ActorMesh[Any]) -> None:
     with pytest.raises(AttributeError, match=r"trainers.state has no attribute 'stepp' on .*; did you mean step\?"):
         trainers.state.stepp  # noqa: B018  (asking is the test)
     with pytest.raises(AttributeError, match=r"trainers.state.model has no attribute 'fc' on any rank"):
@@ -109,7 +109,7 @@ def test_what_is_not_there_and_what_differs_is_said(trainers: ActorMesh) -> None
 
 
 def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(
-    procs: ProcMesh, trainers: ActorMesh, monkeypatch: pytest.MonkeyPatch
+    procs: ProcMesh, trainers: ActorMesh[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = trainers.slice(gpus=1).wait.call_one()
     behind = [trainers.slice(gpus=1).learn.call_one() for _ in range(3)]
@@ -154,7 +154,7 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
 # Cells in actors
 
 
-def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers: ActorMesh) -> None:
+def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers: ActorMesh[Any]) -> None:
     found = lookup.find_actors("trainers")
     shown = cells.run_in_actors(found, "double = 2 * self.place\nself.step = 40 + double\nself.step")
     assert repr(shown) == "[0] 40\n[1] 42"

@@ -35,7 +35,7 @@ class Instance:
 
     Attributes:
         name: its name in `spawn`; "client" outside any actor.
-        actor_id: unique over all meshes.
+        mesh_id: the id of its mesh of actors; "" outside any actor.
         rank: its point in the mesh that it was spawned in.
         creator: the actor that spawned it, as an `ActorAddress`; None for a client.
     """
@@ -43,15 +43,20 @@ class Instance:
     def __init__(
         self,
         name: str,
-        actor_id: str,
+        mesh_id: str,
         rank: Point,
         procs_ref: ProcMeshRef | None,
         creator: ActorAddress | None,
         runner: ActorControl | None,
         open_procs: Callable[[ProcMeshRef], Any],
     ) -> None:
-        self.name, self.actor_id, self.rank, self.creator = name, actor_id, rank, creator
+        self.name, self.mesh_id, self.rank, self.creator = name, mesh_id, rank, creator
         self.procs_ref, self.runner, self.open_procs = procs_ref, runner, open_procs
+
+    @property
+    def actor_id(self) -> str:
+        """Unique over all actors of all meshes, "trainers-5f2a9c01[3]"; "client" outside any actor."""
+        return f"{self.mesh_id}[{self.rank.rank}]" if self.mesh_id else "client"
 
     @property
     def own_process(self) -> ProcMeshRef:
@@ -87,7 +92,7 @@ class Instance:
 
     @property
     def address(self) -> ActorAddress:
-        return ActorAddress(local_transport().address, self.actor_id if self.runner is not None else "")
+        return ActorAddress(local_transport().address, self.mesh_id)
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.rank}>"
@@ -117,7 +122,7 @@ def _open_no_procs(procs_ref: ProcMeshRef) -> Any:
 
 
 # Its `open_procs` is set by `actors.procs`, a layer above this module.
-client_instance = Instance("client", "client", SINGLE_POINT, None, None, None, _open_no_procs)
+client_instance = Instance("client", "", SINGLE_POINT, None, None, None, _open_no_procs)
 _client_context = Context(client_instance, SINGLE_POINT)
 
 

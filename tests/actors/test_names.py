@@ -1,0 +1,41 @@
+"""What a program written for Monarch does with the names alone, before anything is spawned."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from meshbook import actor
+from meshbook.actors.shape import Extent, Point
+
+
+class Reader(actor.Actor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Accumulator", ([int], str, float)),
+        ("ActorMesh", Reader),
+        ("Channel", int),
+        ("Endpoint", ([int, str], float)),
+        ("Future", int),
+        ("Port", int),
+        ("PortReceiver", int),
+        ("ValueMesh", int),
+    ],
+)
+def test_what_is_generic_in_monarch_can_be_subscripted(name: str, arguments: Any) -> None:
+    generic = getattr(actor, name)
+    thing = object()
+    assert cast(generic[arguments], thing) is thing
+
+
+def test_a_point_and_an_extent_say_where_as_in_monarch() -> None:
+    extent = Extent(["hosts", "gpus"], [2, 4])
+    point = Point(5, extent)
+    assert str(point) == repr(point) == "{'hosts': 1/2, 'gpus': 1/4}"
+    assert str(extent) == repr(extent) == "{hosts: 2, gpus: 4}"
+    assert str(Point(0, Extent([], []))) == "{}"
