@@ -7,16 +7,52 @@ message states the problem, with the numbers, and what to type next. Standard li
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
+def escape_surrogates(text: str) -> str:
+    """Return text whose lone surrogates (of an undecodable file name, for example) are escaped."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 def message_of(error: BaseException) -> str:
-    """Return `str(error)`; of a user's exception whose `__str__` raises, what it raised."""
+    """Return `str(error)`, with lone surrogates escaped; `<unprintable Odd>` if its `__str__` raises."""
+    return _text_of(error, str)
+
+
+def repr_of(obj: object) -> str:
+    """Return `repr(obj)`, with lone surrogates escaped; `<unprintable Odd>` if its `__repr__` raises."""
+    return _text_of(obj, repr)
+
+
+def _text_of(obj: object, show: Callable[[object], str]) -> str:
     try:
-        return str(error)
-    except Exception as failure:
-        return f"<its __str__ raised {type(failure).__name__}>"
+        return escape_surrogates(show(obj))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # user code may raise anything
+        return f"<unprintable {type(obj).__name__}>"
+
+
+def traceback_of(error: BaseException, *, skip: int = 0, limit: int | None = None, chain: bool = True) -> str:
+    """Return Python's traceback of an exception; its class and message if that cannot be formatted.
+
+    Args:
+        skip: number of outermost frames to leave out.
+        limit, chain: as for `traceback.format_exception`.
+    """
+    try:
+        frames = error.__traceback__
+        for _ in range(skip):
+            frames = frames and frames.tb_next
+        lines = traceback.format_exception(type(error), error, frames, limit=limit, chain=chain)
+        return escape_surrogates("".join(lines))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # from a user's `__notes__` or `__getattr__`
+        return f"{type(error).__name__}: {message_of(error)}\n"
 
 
 class MeshbookError(Exception):

@@ -20,7 +20,7 @@ from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
 from meshbook.controller.remote import PROBED_PREFIXES, RemoteHandle, common_tensor_meta, group_previews
-from meshbook.errors import TransferError, ValuesDiffer
+from meshbook.errors import TransferError, ValuesDiffer, message_of
 from meshbook.ids import Ranks, name_ranks
 from meshbook.rank.previews.expressions import BINARY, UNARY
 from meshbook.wire.messages import OutcomeGroup, Preview
@@ -221,7 +221,7 @@ def preview_path(actor: Any, steps: tuple[PathStep, ...], names: bool) -> tuple[
         except Exception as error:
             if kind == "attr" and index == len(steps) - 1:
                 return None, _names_of(reached)
-            return None, [f"{type(error).__name__}: {error}"]
+            return None, [f"{type(error).__name__}: {message_of(error)}"]
     shown = preview(reached, text_limit=PREVIEW_CHARS, rich=False, safe=True)
     return msgspec.to_builtins(shown), _names_of(reached) if names else []
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from meshbook.diagnose.source_files import is_cell_file
+from meshbook.errors import message_of
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import DebugPort, OpenDebugPort
@@ -55,7 +56,7 @@ class DebugPortDoor:
             self._opened = DebugPort(problem=problem)
             return
         except Exception as error:
-            self._opened = DebugPort(problem=sanitize_text(f"{type(error).__name__}: {error}"))
+            self._opened = DebugPort(problem=sanitize_text(f"{type(error).__name__}: {message_of(error)}"))
             return
         finally:
             sys.breakpointhook = hook  # debugpy has put its own there

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.clock import monotonic
-from meshbook.errors import UsageError
-from meshbook.rank.text import escape_surrogates
+from meshbook.errors import UsageError, escape_surrogates
 from meshbook.wire.messages import Scalar
 
 # Calls stored between two heartbeats; the oldest are dropped. Ten times what a loop with any computation makes.

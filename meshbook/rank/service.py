@@ -13,13 +13,13 @@ import resource
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import zmq
 
 from meshbook.clock import monotonic
+from meshbook.errors import message_of, traceback_of
 from meshbook.ids import CallId
 from meshbook.rank import actor_hooks, scalars
 from meshbook.rank.call_state import CallState
@@ -158,8 +158,8 @@ class Service:
             messages.ServiceFailed(
                 rank=self._config.rank,
                 activity=self._activity,
-                error=sanitize_text(f"{type(error).__name__}: {error}"),
-                traceback=sanitize_text("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARS),
+                error=sanitize_text(f"{type(error).__name__}: {message_of(error)}"),
+                traceback=sanitize_text(traceback_of(error), _MAX_TRACEBACK_CHARS),
             )
         )
 
@@ -213,7 +213,7 @@ class Service:
             try:
                 answered = handler(command)
             except BaseException as error:  # user code may raise anything
-                answered = {"error": f"{type(error).__name__}: {error}"}
+                answered = {"error": f"{type(error).__name__}: {message_of(error)}"}
             query: Any = command
             self._send(messages.RankReply(rank=self._config.rank, call=query.call, content=answered))
             return
@@ -297,7 +297,8 @@ class Service:
             )
             body = codec.encode_body(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
         except Exception as error:
-            problem = f"the rank could not look at itself ({sanitize_text(f'{type(error).__name__}: {error}')})"
+            why = sanitize_text(f"{type(error).__name__}: {message_of(error)}")
+            problem = f"the rank could not look at itself ({why})"
             snapshot = messages.RankSnapshot(rank=rank, problem=problem)
             body = codec.encode_body(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
         self._socket.send(body)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshbook.clock import monotonic, wall
+from meshbook.errors import message_of
 from meshbook.rank.imported_modules import PRELOADED_MODULES
 from meshbook.wire import spawn
 
@@ -112,7 +113,7 @@ class _Importer:
             try:
                 importlib.import_module(name)
             except BaseException as error:  # of user code: a rank that needs it fails as well, and shows it
-                self._failed[name] = f"{type(error).__name__}: {error}"[:200]
+                self._failed[name] = f"{type(error).__name__}: {message_of(error)}"[:200]
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             return "its import initialises CUDA"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-
-def escape_surrogates(text: str) -> str:
-    """Return text whose lone surrogates (of an undecodable file name, for example) are escaped."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+from meshbook.errors import escape_surrogates
 
 
 def truncate(text: str, limit: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshbook.errors import UsageError
+from meshbook.errors import UsageError, message_of
 from meshbook.rank.healing.contents import has_state
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.specs import TensorSpec
@@ -154,7 +154,7 @@ class _Capturing:
         try:
             return self._pickled(thing.state_dict() if has_state(thing) else thing)
         except Exception as error:  # what a user's state_dict() or __reduce__ raises
-            text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {message_of(error)}"
             raise UsageError(f"the state of the {type(thing).__name__} cannot be copied: {text}") from error
 
     def slot(self, tensor: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import cloudpickle
 
 from meshbook.wire.unpickler import (
+    builtin_base,
+    exception_of,
     resolve_unknown,
     same,
     set_attributes,
@@ -110,6 +113,8 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
                 raise LimitExceeded
             if not obj.flags.forc:  # numpy would write it into the pickle itself
                 return obj.copy().__reduce_ex__(5)
+        if issubclass(type(obj), BaseException):
+            return _reduce_exception(obj)
         return super().reducer_override(obj)
 
     def _storage_as_tensor(self, storage: UntypedStorage) -> torch.Tensor:
@@ -138,6 +143,25 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         if attributes:
             return tensor_of_table, (index,), dict(attributes), None, None, set_attributes
         return tensor_of_table, (index,)
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    """Reduce an exception by its `args` and attributes.
+
+    `BaseException.__reduce__` has `__init__` called with `args`, which are what that has passed on, not what it takes.
+
+    Returns:
+        NotImplemented: its class says itself how it is pickled, or has no `__init__` of its own.
+    """
+    Class = type(error)
+    base: Any = builtin_base(Class)
+    has_own_reduction = Class in copyreg.dispatch_table or any(
+        getattr(Class, name) is not getattr(base, name) for name in ("__reduce__", "__reduce_ex__")
+    )
+    if has_own_reduction or Class.__init__ is base.__init__:
+        return NotImplemented
+    reduced: Any = error.__reduce__()
+    return exception_of, (Class, reduced[1]), *reduced[2:]
 
 
 def _unwrap_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from meshbook.errors import TransferError
+from meshbook.errors import TransferError, message_of
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.codec import MAX_MESSAGE_BYTES
 from meshbook.wire.messages import InlineBuffer, Payload, SharedBuffer
@@ -183,8 +183,8 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
         raise
     except Exception as error:
         raise TransferError(
-            f"the value arrived and cannot be rebuilt here: {type(error).__name__}: {error}; if its class is your own, "
-            f"look at its __setstate__ and __init__, or send plain data"
+            f"the value arrived and cannot be rebuilt here: {type(error).__name__}: {message_of(error)}; if its "
+            f"class is your own, look at its __setstate__ and __init__, or send plain data"
         ) from error
     finally:
         views.clear()  # a traceback retains this frame, and must not retain the memory

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from meshbook.clock import monotonic
+from meshbook.errors import message_of, repr_of
 from meshbook.wire.pickler import NotSendable, PayloadPickler, PersistentKey
 
 if TYPE_CHECKING:
@@ -213,10 +214,10 @@ def type_name(obj: object) -> str:
 
 
 def format_error(error: Exception) -> str:
-    text = str(error).strip().rstrip(".")
+    text = message_of(error).strip().rstrip(".")
     return text if text else type(error).__name__
 
 
 def _short_repr(key: object) -> str:
-    text = repr(key)
+    text = repr_of(key)
     return text if len(text) <= 40 else f"{text[:37]}..."

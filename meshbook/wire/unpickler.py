@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch.storage import UntypedStorage
 
+_HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class was made at run time
+
 ResolveKey = Callable[[str], object]  # returns the object of a key
 
 
@@ -173,6 +175,22 @@ def _sparse_tensor(layout: Any, data: Any) -> Any:
     tensor = utils._rebuild_sparse_tensor(layout, data)
     utils._validate_loaded_sparse_tensors()
     return tensor
+
+
+def exception_of(Class: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Return an exception with these `args`, without calling the `__init__` that its class defines in Python."""
+    base: Any = builtin_base(Class)
+    error: BaseException = base.__new__(Class, *args)
+    base.__init__(error, *args)
+    return error
+
+
+def builtin_base(Class: type) -> type:
+    """Return the nearest class written in C that has the memory layout of `Class`."""
+    while Class.__flags__ & _HEAP_TYPE:
+        assert Class.__base__ is not None
+        Class = Class.__base__
+    return Class
 
 
 def same(obj: object) -> object:

@@ -594,7 +594,7 @@ def test_enormous_messages_and_deep_recursions_are_told_in_bounds(rank: Rank) ->
 def test_an_exception_that_cannot_even_be_printed_is_told(rank: Rank) -> None:
     error = rank.error("class Odd(Exception):\n    def __str__(self): 1 / 0\nraise Odd")
     assert error.ename == "Odd"
-    assert "__str__ raised ZeroDivisionError" in error.evalue
+    assert error.evalue == "<unprintable Odd>"
     assert error.pickled is None  # its class is this rank's alone
     msgspec.msgpack.encode(error)
 

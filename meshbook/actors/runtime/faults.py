@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import linecache
-import pickle
 import re
 import sys
-import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from meshbook.clock import monotonic
-from meshbook.errors import MeshbookError, message_of
+from meshbook.errors import MeshbookError, message_of, traceback_of
 from meshbook.ids import name_ranks
-from meshbook.wire import messages
+from meshbook.wire import messages, pickling
 
 
 class ActorError(MeshbookError):
@@ -147,17 +145,14 @@ def describe_exception(
     error: BaseException, *, call: int, kind: str = "raised", rank: int | None = None
 ) -> messages.ActorFailure:
     """Encode an exception as a message, without its outermost frame, which is Meshbook's own."""
-    frames = error.__traceback__ and error.__traceback__.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    pickled = None
+    text = traceback_of(error, skip=1)
     try:
-        import cloudpickle
-
-        pickled = cloudpickle.dumps(error.with_traceback(None))
-        if len(pickled) > _MAX_PICKLED_BYTES:
-            pickled = None
-    except Exception:
-        pass
+        payload = pickling.dump_small(error, _MAX_PICKLED_BYTES)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # from a user's `__reduce__`
+        payload = None
+    pickled = None if payload is None else payload.pickled
     return messages.ActorFailure(call, kind, type(error).__name__, message_of(error), text, pickled, rank)
 
 
@@ -165,7 +160,7 @@ def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
     """Return the exception behind a failure, or a RemoteFailure in its place."""
     if failure.pickled is not None:
         try:
-            found = pickle.loads(failure.pickled)
+            found = pickling.load(messages.Payload(failure.pickled))
             if isinstance(found, BaseException):
                 return found
         except Exception:
@@ -242,4 +237,4 @@ def _format_location(file: str) -> str:
 
 
 def _format_exception(exception: BaseException) -> str:
-    return "".join(traceback.format_exception(exception)) if exception.__traceback__ is not None else ""
+    return traceback_of(exception) if exception.__traceback__ is not None else ""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import traceback
 from typing import Any
 
 from meshbook.actors.runtime.faults import MeshFailure
-from meshbook.errors import message_of
+from meshbook.errors import message_of, traceback_of
 
 log = logging.getLogger("meshbook.actors")
 
@@ -30,7 +29,7 @@ async def supervise(actor: Any, name: str, failure: MeshFailure, *, on_loop: boo
     except BaseException as error:
         raised = f"{type(error).__name__}: {message_of(error)}"
         text = f"{name}.__supervise__ raised {raised}, when it was called with: {failure}"
-        return MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))
+        return MeshFailure(failure.mesh_name, failure.ranks, text, traceback_of(error))
 
 
 async def clean_up(actor: Any, label: str, cause: Exception | None, *, on_loop: bool) -> None:
@@ -41,5 +40,5 @@ async def clean_up(actor: Any, label: str, cause: Exception | None, *, on_loop: 
             done = hook(cause)
             if on_loop and inspect.isawaitable(done):
                 await done
-    except BaseException:
-        log.exception("__cleanup__ of %s failed", label)
+    except BaseException as error:
+        log.error("__cleanup__ of %s failed\n%s", label, traceback_of(error))

@@ -28,6 +28,7 @@ from meshbook.actors.runtime.records import ActorRecord, RunningMessage
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import Transport
 from meshbook.actors.shape import Extent, Point
+from meshbook.errors import traceback_of
 from meshbook.wire import messages
 from meshbook.wire.messages import ActiveEndpoint, PendingEndpointCall
 
@@ -218,8 +219,8 @@ class ActorRunner:
             if isinstance(item, IncomingCall):
                 try:
                     self._handle_call(item)
-                except BaseException:  # sending the reply failed: the actor continues with the next call
-                    log.exception("the end of a call of actor %s could not be reported", self.name)
+                except BaseException as error:  # sending the reply failed: the actor continues with the next call
+                    log.error("the end of a call of actor %s was not reported\n%s", self.name, traceback_of(error))
             elif isinstance(item, StopRequest):
                 _run_to_end(hooks.clean_up(self.actor, self._record.label, self._stop_cause, on_loop=False))
                 self._finish_shutdown(item)

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 from meshbook.diagnose.source_files import is_cell_file, is_user_file, library_of, short_path
+from meshbook.errors import message_of
 from meshbook.wire.messages import DebuggerStop
 
 # Called with where the rank is stopped; returns a command. Raises EOFError if nobody can give one.
@@ -106,7 +107,7 @@ class RankDebugger(pdb.Pdb):
 
     def inspect(self, error: BaseException) -> None:
         """Look at the frames in which an exception was raised."""
-        self.message(f"{type(error).__name__}: {error}".partition("\n")[0][:500])
+        self.message(f"{type(error).__name__}: {message_of(error)}".partition("\n")[0][:500])
         self.reset()
         self.interaction(None, error.__traceback__)
 

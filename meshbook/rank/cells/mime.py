@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from meshbook.rank.text import escape_surrogates, truncate
+from meshbook.errors import escape_surrogates
+from meshbook.rank.text import truncate
 
 # Limit of one MIME type of one display. A front end stores every output in its page, so larger ones are impractical.
 MAX_DISPLAY_BYTES: Final = 8 << 20

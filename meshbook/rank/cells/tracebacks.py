@@ -25,9 +25,8 @@ import IPython
 from IPython.core.error import UsageError
 
 from meshbook.diagnose.source_files import is_user_file
-from meshbook.errors import CollectiveAborted, message_of
+from meshbook.errors import CollectiveAborted, escape_surrogates, message_of, traceback_of
 from meshbook.rank import limits
-from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Frame, RankError
 
 # The message of a CUDA or compiler error can be megabytes; a notebook shows its beginning and its end.
@@ -83,7 +82,7 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
     except KeyboardInterrupt:
         raise
     except BaseException:  # IPython cannot render it: Python's own traceback is more robust
-        rendered = _format_with_python(error, text)
+        rendered = [traceback_of(error).rstrip("\n")]
     return RankError(
         ename=type(error).__name__,
         evalue=text,
@@ -237,13 +236,6 @@ def error_text(error: BaseException) -> str:
 def _error_notes(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", None)
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
-
-
-def _format_with_python(error: BaseException, text: str) -> list[str]:
-    try:
-        return ["".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")]
-    except Exception:
-        return [f"{type(error).__name__}: {text}"]
 
 
 def _truncate_text(text: str) -> str:

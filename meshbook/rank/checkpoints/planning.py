@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from meshbook.errors import CheckpointError
+from meshbook.errors import CheckpointError, message_of
 from meshbook.ids import name_ranks
 from meshbook.rank.checkpoints.exchange import Exchange, attempt
 from meshbook.rank.checkpoints.fingerprints import fingerprint_tensor, fingerprint_value, serialize
@@ -61,8 +61,8 @@ def serialize_values(states: Iterable[NamedState]) -> dict[Path, bytes]:
                 serialized[path] = serialize(value)
             except Exception as error:
                 raise CheckpointError(
-                    f"`{key_of(path)}` ({type(value).__name__}) cannot be pickled: {error}; leave it out, or save what "
-                    "it is made from"
+                    f"`{key_of(path)}` ({type(value).__name__}) cannot be pickled: {message_of(error)}; leave it out, "
+                    "or save what it is made from"
                 ) from error
     return serialized
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from meshbook.errors import CheckpointError
+from meshbook.errors import CheckpointError, message_of
 from meshbook.rank.checkpoints.exchange import Answer, Exchange, attempt
 from meshbook.rank.checkpoints.named_state import Path, key_of
 from meshbook.rank.checkpoints.targets import Problem, Target, make_target
@@ -110,8 +110,8 @@ class Restore:
             self._metadata = FileSystemReader(folder).read_metadata()
         except Exception as error:
             raise CheckpointError(
-                f"{folder}/.metadata cannot be read by torch {torch.__version__}: {error}; it was saved with torch "
-                f"{manifest.torch}"
+                f"{folder}/.metadata cannot be read by torch {torch.__version__}: {message_of(error)}; it was "
+                f"saved with torch {manifest.torch}"
             ) from error
         self._saved = [_saved_state(by_name[name], self._metadata) for name in self._names or by_name]
 
@@ -209,9 +209,9 @@ class Restore:
                 done.append(target.name)
         except BaseException as error:
             names = ", ".join(target.name for target in self._targets if target.name not in done)
-            kind = f"{type(error).__name__}: " if str(error) else type(error).__name__
+            why = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
             raise CheckpointError(
-                f"reading {self._folder} stopped half-way ({kind}{error}), and {names} may hold a part of it; restore "
+                f"reading {self._folder} stopped half-way ({why}), and {names} may hold a part of it; restore "
                 "again before you use them"
             ) from error
 

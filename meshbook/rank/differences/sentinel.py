@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshbook.errors import message_of
 from meshbook.rank import scalars
 from meshbook.rank.differences import losses, numbers, rerun
 from meshbook.rank.differences.explosions import GradientNorms
@@ -102,7 +103,7 @@ class Sentinel:
         failure = self._hooks.failure
         if failure is not None and self.is_armed:
             self.disarm()
-            self._notify(f"the sentinel has failed, and is off ({type(failure).__name__}: {failure})")
+            self._notify(f"the sentinel has failed, and is off ({type(failure).__name__}: {message_of(failure)})")
         elif self.is_armed:
             self._current = self._leaves = None
             self._hooks.end_watching_only()  # an interrupt may have left it

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.errors import CheckpointError, UsageError
+from meshbook.errors import CheckpointError, UsageError, repr_of
 from meshbook.ids import Ranks
 from meshbook.rank.checkpoints.named_state import NamedState, Path, clean_name, flatten, key_of, kind_of, read_state
 from meshbook.rank.healing.contents import describe
@@ -106,7 +106,7 @@ def _describe_tensors(name: str, value: Any, namespace: Mapping[str, Any]) -> It
         yield _describe_tensor(key_of(parts), tensor, None, "")
     for parts, each in _values_of(state):
         own = "random numbers are each rank's own" if kind_of(value) == "generator" else ""
-        text = " ".join(repr(each).split())
+        text = " ".join(repr_of(each).split())
         text = text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 1] + "…"
         yield StateEntry(key_of(parts), type(each).__name__, describe(each).digest, text=text, own=own)
 

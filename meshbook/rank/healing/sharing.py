@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import TransferError
+from meshbook.errors import TransferError, message_of
 from meshbook.rank.healing import random_states, transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names
@@ -169,7 +169,7 @@ class _Sharing:
                 else:
                     namespace[name] = value
             except Exception as error:  # a user's load_state_dict may raise anything
-                reply["missing"][name] = f"{type(error).__name__}: {error}"
+                reply["missing"][name] = f"{type(error).__name__}: {message_of(error)}"
             else:
                 reply["restored"][name] = [source, chosen[name].why]
 

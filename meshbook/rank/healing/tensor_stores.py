@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshbook.errors import message_of
 from meshbook.rank.healing import transfer
 from meshbook.rank.healing.tensor_choice import StoreHeld, TensorChoice, TensorHeld, choose_tensors, rank_by_damage
 from meshbook.rank.objects import RankObjects
@@ -79,7 +80,7 @@ def rebuild_modules(
                     recipe = pickling.load(pickle.loads(body))
                     values.store(ref, rebuild_resident(key, recipe, groups.mesh))
                 except Exception as error:  # a factory, which is the user's, may raise anything
-                    failed[key] = f"{type(error).__name__}: {error}"
+                    failed[key] = f"{type(error).__name__}: {message_of(error)}"
     return failed
 
 

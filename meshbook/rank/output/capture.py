@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from meshbook.clock import monotonic, sleep
+from meshbook.errors import escape_surrogates
 from meshbook.rank.output.captured_streams import CapturedStream, StreamName
 from meshbook.rank.output.output_items import OutputTruncation, estimate_chars, merge_texts
 from meshbook.rank.output.standard_pipes import StandardPipe, StandardPipes, write_all
-from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Display, OutputItem, Text
 
 # Size of one read from a pipe; equal to the default capacity of a pipe.

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from meshbook.errors import repr_of
+
 # By a step's `op`: the function, its source form, and its precedence in Python's grammar.
 UNARY: Final[Mapping[str, tuple[Callable[[Any], Any], str, int]]] = {
     "neg": (operator.neg, "-{}", 12),
@@ -316,13 +318,7 @@ def _render_argument(value: Any) -> str:
         return _render_root(value)[0]
     if value is Ellipsis:
         return "..."
-    if _contains_expression(value):
-        text = _render_container(value)
-    else:
-        try:
-            text = " ".join(repr(value).split())
-        except Exception:
-            text = f"<{type(value).__name__}>"
+    text = _render_container(value) if _contains_expression(value) else " ".join(repr_of(value).split())
     return text if len(text) <= _MAX_ARGUMENT_CHARS else f"{text[: _MAX_ARGUMENT_CHARS - 1]}…"
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from meshbook.errors import escape_surrogates
 from meshbook.rank.cells.mime import WIDGET_VIEW, encode_mime, to_json_data
 from meshbook.rank.previews.digests import (
     CONTAINER_TYPES,
@@ -28,7 +29,7 @@ from meshbook.rank.previews.digests import (
 from meshbook.rank.previews.preview_printer import pretty_print
 from meshbook.rank.previews.static_descriptions import describe_repr_error, type_name
 from meshbook.rank.previews.torch_previews import preview_tensor
-from meshbook.rank.text import escape_surrogates, truncate
+from meshbook.rank.text import truncate
 from meshbook.wire.messages import Preview
 
 if TYPE_CHECKING:

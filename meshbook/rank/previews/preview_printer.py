@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from IPython.lib import pretty
 
+from meshbook.errors import escape_surrogates
 from meshbook.rank.previews.digests import CONTAINER_TYPES, NUMBER_TYPES, PLAIN_TYPES
 from meshbook.rank.previews.static_descriptions import describe_repr_error, describe_statically, is_value_type
 from meshbook.rank.previews.torch_previews import (
@@ -22,7 +23,7 @@ from meshbook.rank.previews.torch_previews import (
     tensor_class_label,
     tensor_meta,
 )
-from meshbook.rank.text import escape_surrogates, truncate
+from meshbook.rank.text import truncate
 
 if TYPE_CHECKING:
     from IPython.core.formatters import DisplayFormatter

@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any, Final
 
-from meshbook.rank.text import escape_surrogates
+from meshbook.errors import escape_surrogates, message_of
 
 _FUNCTION_TYPES: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # torch types that are values: shown in full, and equal if their texts are.
@@ -57,8 +57,6 @@ def _dataframe_shape(obj: Any, kind: type) -> str:
 
 
 def describe_repr_error(kind: type, error: BaseException) -> str:
-    try:
-        detail = f": {str(error)[:200]}"
-    except Exception:
-        detail = ""
-    return escape_surrogates(f"<{type_name(kind)}: showing it raised {type(error).__name__}{detail}>")
+    return escape_surrogates(
+        f"<{type_name(kind)}: showing it raised {type(error).__name__}: {message_of(error)[:200]}>"
+    )

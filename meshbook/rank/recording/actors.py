@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshbook.errors import message_of
 from meshbook.rank.cells.tracebacks import error_text, to_frames
 from meshbook.rank.healing.random_states import random_states
 from meshbook.rank.process_groups.groups import ProcessGroups
@@ -87,7 +88,7 @@ class ActorRecords:
         except (LimitExceeded, MemoryError):
             self._drop(record, f"the actor or a message takes more than the {mib(self._limit)} that a record may take")
         except Exception as error:
-            self._drop(record, f"it could not be copied: {type(error).__name__}: {error}")
+            self._drop(record, f"it could not be copied: {type(error).__name__}: {message_of(error)}")
         else:
             record.messages.append(message)
             record.nbytes += copying.num_bytes(message)

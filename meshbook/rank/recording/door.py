@@ -7,6 +7,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from meshbook.errors import message_of
 from meshbook.rank import actor_hooks
 from meshbook.wire.messages import CallFunction, RunCell
 
@@ -79,7 +80,7 @@ class RecordingDoor:
             try:
                 actors = {name: nbytes for name, _, nbytes in self._actors.save(*place)}
             except Exception as error:
-                return {"missing": f"{type(error).__name__}: {error}"}
+                return {"missing": f"{type(error).__name__}: {message_of(error)}"}
             if actors:
                 if self._recorder is None:
                     saved = {}
@@ -95,7 +96,7 @@ class RecordingDoor:
         try:
             path, nbytes = recorder.save(Path(folder), self._rank, self._groups.world_size, self._device)
         except Exception as error:
-            return {"missing": f"{type(error).__name__}: {error}"}
+            return {"missing": f"{type(error).__name__}: {message_of(error)}"}
         return {"path": str(path), "nbytes": nbytes, "left_out": recorder.record.left_out}
 
 

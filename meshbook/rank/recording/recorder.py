@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.diagnose.source_files import is_cell_file
+from meshbook.errors import message_of
 from meshbook.rank.healing.random_states import random_states
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.recording import bundle, copying
@@ -103,7 +104,7 @@ class CellRecorder:
         except (LimitExceeded, MemoryError):
             self._give_up(f"what the cell reads takes more than the {mib(self._limit)} that a record may take")
         except Exception as error:
-            self._give_up(f"what the cell reads could not be copied: {type(error).__name__}: {error}")
+            self._give_up(f"what the cell reads could not be copied: {type(error).__name__}: {message_of(error)}")
         if not self.record.missing and self._groups is not None:
             self._groups.observers.append(self._log)
 

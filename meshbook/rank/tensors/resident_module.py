@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.errors import message_of
+from meshbook.errors import message_of, repr_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
@@ -149,7 +149,7 @@ class ResidentModule:
             "trained": self.trainable_indices,
             "tensors": [tensor_meta(tensor) for tensor in dtensors],
             "local": self.runs_locally,
-            "text": repr(self.module),
+            "text": repr_of(self.module),
             "numbers": self.rng_state_after,
             "device": self.mesh.device_type,
             "block_names": building.block_names(self.module),

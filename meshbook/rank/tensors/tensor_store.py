@@ -7,7 +7,6 @@ start. The controller restores it by `TensorStore.clear_poison` once the user ha
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshbook.errors import message_of
+from meshbook.errors import message_of, traceback_of
 from meshbook.rank.tensors.agreement import StepTracker
 from meshbook.rank.tensors.modes import BatchModes
 from meshbook.rank.tensors.operators import TemplateMessage
@@ -55,7 +54,7 @@ class Poison:
 
     @classmethod
     def of_error(cls, number: int, error: Exception, *, secondary: bool = False) -> Poison:
-        trace = "".join(traceback.format_exception(error, limit=-4, chain=False))
+        trace = traceback_of(error, limit=-4, chain=False)
         return cls(number, type(error).__name__, message_of(error).strip()[:2000], trace[-4000:], secondary=secondary)
 
     def after_loss(self) -> Poison:
