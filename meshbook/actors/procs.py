@@ -66,7 +66,8 @@ class HostMesh(MeshTrait):
 
         Args:
             per_host: axis -> size; None: a single process.
-            bootstrap: called once in each process, before any actor.
+            bootstrap: called once in each process, before any actor, on its main thread; it may be `async def`, and
+                what it returns stays there. What it raises is raised by `spawn` and `initialized`.
             device: "cpu", "cuda", or "auto": one GPU per process if there are enough.
             env: environment variables for the processes.
 

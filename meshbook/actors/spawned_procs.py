@@ -21,6 +21,7 @@ from meshbook.actors.proc_backends import (
     was_stopped,
 )
 from meshbook.actors.runtime.futures import Future, run_in_thread
+from meshbook.actors.runtime.rank_hooks import run_bootstrap
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.controller.starting import prewarm_session, start_prewarmed
@@ -72,7 +73,7 @@ class SpawnedProcBackend(ProcBackend):
             )
             self.references = ranks.references
             if self._bootstrap is not None:
-                self._mesh.execute(self._bootstrap)
+                self._mesh.execute(run_bootstrap, self._bootstrap)
         except BaseException as error:
             if session is not None:
                 with contextlib.suppress(Exception):

@@ -8,13 +8,14 @@ import operator
 import os
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
 from meshbook.actors import replies
-from meshbook.actors.base import Actor
+from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import as_endpoint, send
 from meshbook.actors.procs import ProcMesh, this_proc
 from meshbook.actors.runtime.context import context, current_actor_name
@@ -226,6 +227,40 @@ def test_the_id_of_an_actor_is_its_own_and_the_same_in_a_slice(counters: Any) ->
     assert len(set(ids)) == len(counters)
     assert counters.slice(gpus=1)._apply(_ids).get(WAIT_S).item() == ids[1]
     assert current_actor_name() == "client"
+
+
+class Mixed(Actor):
+    """Has an endpoint and a hook of each kind."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @endpoint
+    def plain(self) -> int:
+        return threading.get_ident()
+
+    @endpoint
+    async def later(self) -> int:
+        await asyncio.sleep(0)
+        return threading.get_ident()
+
+    @endpoint
+    def wait_for(self, other: Any) -> Any:
+        return other.add.call_one().get(WAIT_S)
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        Path(self.path).write_text(str(threading.get_ident()))
+
+
+def test_an_actor_that_mixes_endpoints_runs_all_of_them_and_its_hooks_on_one_thread(
+    counters: Any, tmp_path: Path
+) -> None:
+    mixed = this_proc().spawn("mixed", Mixed, str(tmp_path / "thread"))
+    threads = {mixed.plain.call_one().get(WAIT_S), mixed.later.call_one().get(WAIT_S)}
+    with pytest.raises(ActorError, match=r"get\(\) would stop the event loop of Mixed"):
+        mixed.wait_for.call_one(counters.slice(gpus=0)).get(WAIT_S)
+    mixed.stop().get(WAIT_S)
+    assert threads == {int((tmp_path / "thread").read_text())}
 
 
 class Unmarked(Actor):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import os
 import subprocess
 import sys
 import textwrap
+import threading
+from typing import Any
 
 import pytest
 
+from meshbook.actors.base import Actor, endpoint
+from meshbook.actors.procs import this_host
+from meshbook.errors import CellError
 from tests.budget import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -33,6 +41,44 @@ def test_processes_have_torch_if_the_program_has_imported_it(imports_torch: bool
     source = ("import torch\n" if imports_torch else "") + textwrap.dedent(PROGRAM)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.stdout == f"{imports_torch}\n", done.stderr
+
+
+def _leave_mark(mark: str) -> threading.Lock:
+    os.environ["BOOTSTRAP_MARK"] = mark
+    return threading.Lock()  # stays there, for it cannot be sent
+
+
+async def _leave_mark_later() -> None:
+    await asyncio.sleep(0)
+    _leave_mark("later")
+
+
+def _fail() -> None:
+    raise ValueError("not ready")
+
+
+class Marked(Actor):
+    @endpoint
+    def mark(self) -> str | None:
+        return os.environ.get("BOOTSTRAP_MARK")
+
+
+@pytest.mark.parametrize(
+    ("bootstrap", "mark"),
+    [(functools.partial(_leave_mark, "at once"), "at once"), (_leave_mark_later, "later")],
+    ids=["function", "coroutine function"],
+)
+def test_bootstrap_has_run_in_each_process_before_any_actor(bootstrap: Any, mark: str) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap)
+    assert list(procs.spawn("marked", Marked).mark.call().get(WAIT_S).values()) == [mark, mark]
+    procs.stop().get(WAIT_S)
+
+
+def test_a_bootstrap_that_fails_is_the_error_of_the_spawn() -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=_fail)
+    with pytest.raises(CellError, match="ranks 0-1: ValueError: not ready"):
+        procs.spawn("marked", Marked)
+    procs.stop().get(WAIT_S)
 
 
 STOPPED_AT_ONCE = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,13 @@ def enable_actors(
     registry.transport.payloads.resolve = resolve
     address = registry.transport.address
     return [address.node, address.key, address.pid]
+
+
+def run_bootstrap(bootstrap: Callable[[], Any]) -> None:
+    """Run the `bootstrap` of `spawn_procs`, a function or a coroutine function."""
+    started = bootstrap()
+    if inspect.iscoroutine(started):
+        asyncio.run(started)
 
 
 def record_messages(recorder: MessageRecorder | None) -> None:
