@@ -20,7 +20,8 @@ class Actor:
     Endpoints (`@endpoint`) are the methods that others may call. Three hooks are called if a class defines them, each
     with `def` or `async def`:
 
-    - `__cleanup__(self, exc)`: the actor stops; `exc` is None, or the error that ended it.
+    - `__cleanup__(self, exc)`: the actor stops; `exc` is None, or the error that ended it: what an endpoint with an
+      explicit port has raised, what another has raised that is no `Exception`, or that of `abort`.
     - `__supervise__(self, failure) -> bool`: something that this actor spawned has failed (`MeshFailure`). True marks
       the failure as handled. Otherwise it is reported to the actor that spawned this one, and finally to
       `unhandled_fault_hook`.
@@ -72,7 +73,7 @@ def endpoint(
     Args:
         propagate: accepted for compatibility with Monarch, where it is for endpoints that remote tensors call.
         explicit_response_port: the method gets a `Port` as its first argument after `self` and replies through it,
-            once, several times or later; its return value is dropped.
+            once, several times or later; its return value is dropped. What it raises ends the actor.
         instrument: accepted for compatibility with Monarch; every endpoint is measured here.
     """
     if method is None:

@@ -62,6 +62,8 @@ class ActorMesh(MeshTrait, Generic[T]):
     def stop(self, reason: str = "stopped by its client") -> Future[None]:
         """Stop the actors after the messages sent before; `__cleanup__` runs. Does not wait.
 
+        An `__init__` that has not returned some seconds later is interrupted, or given up.
+
         Returns:
             A future, done when the actors have ended. Later calls raise ActorStopped.
         """

@@ -246,7 +246,7 @@ class Mixed(Actor):
 
     @endpoint
     def wait_for(self, other: Any) -> Any:
-        return other.add.call_one().get(WAIT_S)
+        return other.hold.call_one().get(WAIT_S)
 
     def __cleanup__(self, exc: Exception | None) -> None:
         Path(self.path).write_text(str(threading.get_ident()))
@@ -255,10 +255,11 @@ class Mixed(Actor):
 def test_an_actor_that_mixes_endpoints_runs_all_of_them_and_its_hooks_on_one_thread(
     counters: Any, tmp_path: Path
 ) -> None:
-    mixed = this_proc().spawn("mixed", Mixed, str(tmp_path / "thread"))
+    mixed = this_proc().spawn("both kinds", Mixed, str(tmp_path / "thread"))
     threads = {mixed.plain.call_one().get(WAIT_S), mixed.later.call_one().get(WAIT_S)}
     with pytest.raises(ActorError, match=r"get\(\) would stop the event loop of Mixed"):
         mixed.wait_for.call_one(counters.slice(gpus=0)).get(WAIT_S)
+    counters.slice(gpus=0)._apply_concurrently(open_gate).get(WAIT_S)
     mixed.stop().get(WAIT_S)
     assert threads == {int((tmp_path / "thread").read_text())}
 

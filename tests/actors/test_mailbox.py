@@ -27,7 +27,7 @@ def test_messages_keep_their_order_and_failures_come_first() -> None:
     call, stop = _call(1), StopRequest(None, messages.StopActor(0, "a-1", "done"))
     mailbox.put(call)
     mailbox.put(stop)
-    mailbox.put_failure(failure)
+    mailbox.put_first(failure)
     assert _taken(mailbox) == [failure, call, stop]
     assert mailbox.get(block=False) is None
     assert len(mailbox) == 0
@@ -49,8 +49,8 @@ def test_an_interrupt_meets_what_was_queued_before_it_and_nothing_after() -> Non
 def test_an_actor_that_is_stopping_takes_failures_and_leaves_messages() -> None:
     mailbox, failure = Mailbox(), MeshFailure("workers", (1,), "it is lost")
     mailbox.put(_call(1))
-    mailbox.put_failure(failure)
-    assert _taken(mailbox, only_failures=True) == [failure]
+    mailbox.put_first(failure)
+    assert _taken(mailbox, only_first=True) == [failure]
     assert [call.key for call in _taken(mailbox)] == [(7, 1)]
 
 

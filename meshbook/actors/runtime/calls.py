@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,16 @@ class IncomingCall:
     @property
     def expects_reply(self) -> bool:
         return bool(self.request.call or self.request.reply_port)
+
+    def ends_actor(self, error: BaseException) -> bool:
+        """Whether the actor ends by what its endpoint has raised, as it does in Monarch.
+
+        With an explicit port nobody else can know who has not got an answer; and `SystemExit` is meant to end
+        something. An interrupt ends nothing.
+        """
+        if self.is_internal or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            return False
+        return self._has_explicit_port or not isinstance(error, Exception)
 
     def point_for(self, own_point: Point) -> Point:
         """Return the actor's point in the called mesh, which may be a slice of its own."""
@@ -111,14 +122,21 @@ class IncomingCall:
 class StopRequest:
     """A request to end an actor, after the messages received before it."""
 
-    __slots__ = ("peer", "request")
+    __slots__ = ("_is_confirmed", "peer", "request")
 
     def __init__(self, peer: Any, request: messages.StopActor) -> None:
         self.peer, self.request = peer, request  # peer: None if the actor's own process ends it
+        self._is_confirmed = False
+
+    @classmethod
+    def own(cls, actor: str, reason: str) -> StopRequest:
+        """Return the request of the actor's own process."""
+        return cls(None, messages.StopActor(0, actor, reason))
 
     def confirm(self) -> None:
-        """Tell the requester that the actor has ended."""
-        if self.peer is not None and self.request.call:
+        """Tell the requester that the actor has ended; once."""
+        if self.peer is not None and self.request.call and not self._is_confirmed:
+            self._is_confirmed = True
             with contextlib.suppress(PeerLost):
                 self.peer.send(encode(messages.ActorReply(self.request.call, PICKLED_NONE)))
 

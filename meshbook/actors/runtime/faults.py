@@ -10,6 +10,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from meshbook.clock import monotonic
 from meshbook.errors import MeshbookError, message_of, traceback_of
 from meshbook.ids import name_ranks
@@ -156,6 +158,22 @@ def describe_exception(
     return messages.ActorFailure(call, kind, type(error).__name__, message_of(error), text, pickled, rank)
 
 
+def summary_of(failure: messages.ActorFailure) -> str:
+    """Return the class and the text of what was raised."""
+    return f"{failure.ename}{failure.text and ': '}{failure.text}"
+
+
+def ended_failure(failure: messages.ActorFailure, endpoint: str) -> messages.ActorFailure:
+    """Return the reply of an endpoint that has ended its actor. Without its rank, so that equal ones become one."""
+    text = f"{endpoint} failed, and its actor has ended: {summary_of(failure)}"
+    return msgspec.structs.replace(failure, kind="ended", text=text)
+
+
+def stopped_failure(name: str, reason: str) -> messages.ActorFailure:
+    """Return the reply to messages for an actor that has ended."""
+    return messages.ActorFailure(0, "stopped", "ActorStopped", f"the actor {name!r} has ended: {reason}")
+
+
 def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
     """Return the exception behind a failure, or a RemoteFailure in its place."""
     if failure.pickled is not None:
@@ -165,7 +183,7 @@ def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
                 return found
         except Exception:
             pass
-    return RemoteFailure(f"{failure.ename}: {failure.text}" if failure.text else failure.ename)
+    return RemoteFailure(summary_of(failure))
 
 
 def combine_failures(failures: dict[int, messages.ActorFailure], endpoint: str, mesh_name: str) -> ActorError:

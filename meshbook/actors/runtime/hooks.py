@@ -1,9 +1,12 @@
-"""Call the hooks that an actor's class may define: `__supervise__` and `__cleanup__`."""
+"""Call the hooks that an actor's class may define: `__supervise__`, `__cleanup__` and `__del__`."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from meshbook.actors.runtime.faults import MeshFailure
@@ -32,7 +35,7 @@ async def supervise(actor: Any, name: str, failure: MeshFailure, *, on_loop: boo
         return MeshFailure(failure.mesh_name, failure.ranks, text, traceback_of(error))
 
 
-async def clean_up(actor: Any, label: str, cause: Exception | None, *, on_loop: bool) -> None:
+async def clean_up(actor: Any, label: str, cause: BaseException | None, *, on_loop: bool) -> None:
     """Tell an actor that it ends; log what its hook raises."""
     hook = getattr(actor, "__cleanup__", None)
     try:
@@ -42,3 +45,14 @@ async def clean_up(actor: Any, label: str, cause: Exception | None, *, on_loop: 
                 await done
     except BaseException as error:
         log.error("__cleanup__ of %s failed\n%s", label, traceback_of(error))
+
+
+def deletion_of(actor: Any) -> Callable[[], None]:
+    """Return a function that has `__del__` of the actor run, once nobody but the actor itself refers to it."""
+    left = weakref.ref(actor) if hasattr(actor, "__del__") else lambda: None
+
+    def run_del() -> None:
+        if left() is not None:
+            gc.collect()
+
+    return run_del

@@ -15,17 +15,18 @@ _INTERRUPT_MARKER = object()  # messages queued before it were interrupted
 
 
 class Mailbox:
-    """Queues an actor's calls and stop requests; failures of what the actor owns come first."""
+    """Queues an actor's calls and stop requests; failures, of what it owns and its own, come first."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._failures: deque[MeshFailure] = deque()
+        self._first: deque[MeshFailure | StopRequest] = deque()
         self._markers: deque[None] = deque()  # one per `_INTERRUPT_MARKER` in the queue
         # Without a function between: each call of the actor comes through here.
         self.put: Callable[[IncomingCall | StopRequest], None] = self._queue.put
 
-    def put_failure(self, failure: MeshFailure) -> None:
-        self._failures.append(failure)
+    def put_first(self, item: MeshFailure | StopRequest) -> None:
+        """Put what is handled before all calls: a failure of what the actor owns, or its own end by a failure."""
+        self._first.append(item)
         self._queue.put(None)  # ends a wait in `get`
 
     def interrupt_queued(self) -> None:
@@ -38,15 +39,13 @@ class Mailbox:
         """Whether a call that was taken out just now was interrupted."""
         return bool(self._markers)
 
-    def get(
-        self, *, block: bool = True, only_failures: bool = False
-    ) -> MeshFailure | IncomingCall | StopRequest | None:
+    def get(self, *, block: bool = True, only_first: bool = False) -> MeshFailure | IncomingCall | StopRequest | None:
         """Return the next item; None if there is none and `block` is False."""
         while True:
-            if self._failures:
+            if self._first:
                 with contextlib.suppress(IndexError):  # after the actor's end, several threads do this concurrently
-                    return self._failures.popleft()
-            if only_failures or (not block and self._queue.empty()):
+                    return self._first.popleft()
+            if only_first or (not block and self._queue.empty()):
                 return None
             try:
                 item: IncomingCall | StopRequest | None = self._queue.get(block)

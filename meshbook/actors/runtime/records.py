@@ -10,7 +10,7 @@ from meshbook.actors.runtime.calls import IncomingCall, MessageKey
 from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.shape import Point
 from meshbook.clock import monotonic, wall
-from meshbook.wire.messages import MAX_END_FRAMES, ActiveEndpoint, Frame, PendingEndpointCall
+from meshbook.wire.messages import MAX_END_FRAMES, ActiveEndpoint, ActorFailure, Frame, PendingEndpointCall
 
 
 class RunningMessage(NamedTuple):
@@ -38,6 +38,10 @@ class ActorRecord:
     def label(self) -> str:
         """The actor's name and its point in its mesh, for messages."""
         return f"{self.name} {self.point}" if self.point.extent else self.name
+
+    def constructed(self, failure: ActorFailure | None) -> None:
+        """`__init__` has returned, or failed."""
+        self.state, self.last_error = ("living", None) if failure is None else ("failed", failure.text)
 
     def begin(self, call: IncomingCall, task: asyncio.Task[None] | None) -> None:
         self.num_messages += 1

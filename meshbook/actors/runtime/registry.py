@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -116,9 +118,9 @@ class ActorRegistry:
         try:
             self.prepare_thread()
             (function, *args), kwargs = call.unpack()
-            runner.init_done.wait()
-            if runner.init_failure is not None:
-                call.send_failure(runner.init_failure, runner.point)
+            runner.construction.done.wait()
+            if runner.construction.failure is not None:
+                call.send_failure(runner.construction.failure, runner.point)
                 return
             call.send_result(function(runner.actor, *args, **kwargs), runner.point)
         except BaseException as error:
@@ -163,8 +165,10 @@ class ActorRegistry:
             return
         if failure is None:
             name, reason = self._ended_actors.get(request.actor, ("", ""))
-            text = f"the actor {name!r} has ended: {reason}" if name else "there is no such actor in this process"
-            failure = messages.ActorFailure(0, "stopped" if name else "unknown", "ActorStopped", text)
+            failure = faults.stopped_failure(name, reason)
+            if not name:
+                text = "there is no such actor in this process"
+                failure = messages.ActorFailure(0, "unknown", "ActorStopped", text)
         reply: messages.ActorMessage = failure_reply(failure, request.call, 0)
         if isinstance(request, messages.StopActor):
             reply = messages.ActorReply(request.call, PICKLED_NONE)
@@ -286,4 +290,11 @@ def local_registry() -> ActorRegistry:
             found = _registries.get(transport.address.node)
             if found is None:
                 found = _registries[transport.address.node] = ActorRegistry(transport)
+                atexit.register(_end_at_exit, found)
     return found
+
+
+def _end_at_exit(registry: ActorRegistry) -> None:
+    """End the actors of a program that ends; a rank, which runs no exit functions, ends its own."""
+    if registry.transport.address.pid == os.getpid():  # and not a fork of it
+        registry.end_all("its program has ended")

@@ -20,6 +20,7 @@ from meshbook.actors import base
 from meshbook.actors.runtime import faults, hooks
 from meshbook.actors.runtime.actor_loop import ActorLoop
 from meshbook.actors.runtime.calls import IncomingCall, MessageKey, StopRequest
+from meshbook.actors.runtime.construction import INIT_KEY, Construction, describe_init_failure
 from meshbook.actors.runtime.context import Context, Instance, context_var, message_var
 from meshbook.actors.runtime.interrupts import INTERRUPTED_BEFORE_START, Interruptible
 from meshbook.actors.runtime.mailbox import Mailbox
@@ -35,7 +36,7 @@ from meshbook.wire.messages import ActiveEndpoint, PendingEndpointCall
 log = logging.getLogger("meshbook.actors")
 
 _LOOP_GRACE_S = 0.2  # for the event loop to process a cancellation; then the code that blocks it is interrupted
-_INIT_KEY = (-1, -1)  # message key of `__init__`
+_DEL_GRACE_S = 1.0  # for an actor's `__del__`; then whoever has stopped the actor waits no longer
 
 
 class ActorProcess(Protocol):
@@ -66,8 +67,6 @@ class ActorRunner:
         self.point = Point(request.index, Extent(request.dim_names, request.sizes))
         self.actor: Any = None
         self.procs_ref: ProcMeshRef | None = None  # set once the spawn request is unpacked
-        self.init_done = threading.Event()  # `__init__` returned or raised
-        self.init_failure: messages.ActorFailure | None = None  # the failure of `__init__`
         self.ended = threading.Event()
         self._process, self._transport = process, process.transport
         self._record = ActorRecord(request.actor, request.name, self.point)
@@ -78,9 +77,10 @@ class ActorRunner:
         )
         self._loop: ActorLoop | None = None
         self._interruptible = Interruptible(self._transport.reactor.call_later)
+        self.construction = Construction(request.name, self._interruptible, self._transport.reactor.call_later)
         self._is_stop_requested = False  # set while queued messages are still processed; the name is already free
         self._is_stopping = False  # its StopActor was processed: messages queued after it are refused
-        self._stop_cause: Exception | None = None  # the cause of the end, passed to `__cleanup__`
+        self._stop_cause: BaseException | None = None  # the cause of the end, passed to `__cleanup__`
         self._stop_reason = ""
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class ActorRunner:
 
     def notify_failure(self, failure: faults.MeshFailure) -> None:
         """Notify the actor that something it owns has failed; handled before any queued message."""
-        self._mailbox.put_failure(failure)
+        self._mailbox.put_first(failure)
         self._wake()
 
     def stop(self, reason: str) -> None:
@@ -113,11 +113,18 @@ class ActorRunner:
         """Queue a stop: messages sent before it are processed first. Any thread."""
         self._is_stop_requested = True
         self.put(StopRequest(peer, request))
+        self.construction.end_soon(lambda reason: self._finish_shutdown(StopRequest.own(self.id, reason)))
 
     def abort(self, reason: str) -> None:
-        self._stop_cause = RuntimeError(reason)
-        self._report_fault(f"{self._record.label} ended itself: {reason}", "")
-        self.stop(reason)
+        self._fail(RuntimeError(reason), f"{self._record.label} ended itself: {reason}", "")
+
+    def _fail(self, cause: BaseException, text: str, trace: str) -> None:
+        """End the actor before it takes another message, and report that to its owner. Any thread."""
+        if self._stop_cause is None and not self._is_stopping:
+            self._stop_cause, self._is_stop_requested = cause, True
+            self._report_fault(text, trace)
+            self._mailbox.put_first(StopRequest.own(self.id, text))
+            self._wake()
 
     def _wake(self) -> None:
         if self._record.state == "stopped":
@@ -136,7 +143,7 @@ class ActorRunner:
         if key is None:
             self._mailbox.interrupt_queued()
             self._wake()
-            self._interruptible.interrupt(_INIT_KEY)
+            self.construction.interrupt()
         else:
             self._interruptible.marked.add(key)
         for known, running in list(self._record.running.items()):
@@ -171,7 +178,7 @@ class ActorRunner:
 
     def _run(self) -> None:
         peer, request = self._spawn_request
-        on_loop = False
+        on_loop, failure = False, None
         try:
             self._process.prepare_thread()
             unpacked = self._transport.payloads.unpack(peer, None, request.payload)
@@ -183,32 +190,25 @@ class ActorRunner:
             context_var.set(Context(instance, self.point))
             self._record.class_name = Class.__name__
             on_loop = base.runs_on_loop(Class)
-            with self._interruptible.section(_INIT_KEY):
+            with self._interruptible.section(INIT_KEY):
                 self.actor = Class(*args, **kwargs)
             del unpacked, args, kwargs
         except BaseException as error:
             self._interruptible.end_section()
-            self._init_failed(error)
-            on_loop = False
-        else:
-            self._record.state = "living"
+            failure = describe_init_failure(error, self._record.class_name, self.name)
         self._spawn_request = (None, None)
-        self.init_done.set()
+        if not self.construction.end(failure):  # the actor was stopped, and has ended without this thread
+            self.actor = None
+            return
+        self._record.constructed(failure)
+        if failure is not None and failure.ename != KeyboardInterrupt.__name__:
+            self._report_fault(failure.text, failure.traceback)
         self._transport.release_segments()
-        if on_loop:
+        if on_loop and failure is None:
             self._loop = ActorLoop(self._record.class_name, self._drain_mailbox)
             self._loop.run()
         else:
             self._run_on_thread()
-
-    def _init_failed(self, error: BaseException) -> None:
-        described = faults.describe_exception(error, call=0, kind="init")
-        summary = f"{described.ename}: {described.text}"
-        text = f"{self._record.class_name}.__init__ failed, so there is no actor {self.name!r}: {summary}"
-        self.init_failure = messages.ActorFailure(0, "init", described.ename, text, described.traceback, None)
-        self._record.state, self._record.last_error = "failed", summary
-        if not isinstance(error, KeyboardInterrupt):
-            self._report_fault(text, described.traceback)
 
     def _report_fault(self, text: str, trace: str) -> None:
         self._process.send_fault(self.owner, self.name, (self.point.rank,), text, trace)
@@ -248,7 +248,7 @@ class ActorRunner:
 
     def _drain_mailbox(self) -> None:
         assert self._loop is not None
-        while (item := self._mailbox.get(block=False, only_failures=self._is_stopping)) is not None:
+        while (item := self._mailbox.get(block=False, only_first=self._is_stopping)) is not None:
             if isinstance(item, IncomingCall):
                 self._loop.create_task(self._handle_call_async(item))
             elif isinstance(item, StopRequest):
@@ -290,7 +290,7 @@ class ActorRunner:
     def _begin_call(self, call: IncomingCall) -> tuple[Callable[..., Any], Any, Any]:
         self._record.begin(call, asyncio.current_task() if self._loop is not None else None)
         message_var.set(call.key)
-        if self.init_failure is not None:
+        if self.construction.failure is not None:
             call.discard()
             raise _NoActor
         if (call.is_interrupted or self._mailbox.is_interrupted) and not call.is_internal:
@@ -311,42 +311,43 @@ class ActorRunner:
             self._fail_call(call, error)
 
     def _fail_call(self, call: IncomingCall, error: BaseException) -> None:
-        method, failure = call.request.method, self.init_failure
+        method, failure = call.request.method, self.construction.failure
         recording.failed(self, error)
         if failure is None:
             failure = faults.describe_exception(error, call=call.request.call)
             if isinstance(error, asyncio.CancelledError) and self._is_stopping:
-                failure = self._stopped_failure("it was stopped")
-            self._record.last_error = f"{method}: {failure.ename}{failure.text and ': '}{failure.text}"
+                failure = faults.stopped_failure(self.name, "it was stopped")
+            what = faults.summary_of(failure)
+            self._record.last_error = f"{method}: {what}"
+            text = f"{self.name}.{method}{self._record.label.removeprefix(self.name)} failed: {what}"
+            if call.ends_actor(error):
+                self._fail(error, text, failure.traceback)
+                failure = faults.ended_failure(failure, f"{self.name}.{method}")
+            elif not (call.expects_reply or isinstance(error, KeyboardInterrupt | asyncio.CancelledError)):
+                self._report_fault(text, failure.traceback)
         if call.expects_reply:
             call.send_failure(failure, self.point)
-        elif self.init_failure is None and not isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-            # No reply is expected, so report the failure to the owner, unless it is an interrupt or a cancellation.
-            suffix = self._record.label.removeprefix(self.name)
-            text = f"{self.name}.{method}{suffix} failed: {failure.ename}: {failure.text}"
-            self._report_fault(text, failure.traceback)
 
     def _forget_call(self, call: IncomingCall) -> None:
         self._record.running.pop(call.key, None)
         self._interruptible.marked.discard(call.key)
 
-    def _stopped_failure(self, reason: str) -> messages.ActorFailure:
-        return messages.ActorFailure(0, "stopped", "ActorStopped", f"the actor {self.name!r} has ended: {reason}")
-
     async def _supervise(self, failure: faults.MeshFailure) -> None:
         unhandled = await hooks.supervise(self.actor, self.name, failure, on_loop=self._loop is not None)
         if unhandled is not None:
-            self._process.send_fault(
-                self.owner, unhandled.mesh_name, unhandled.ranks, str(unhandled), unhandled.traceback
-            )
+            fault = unhandled.mesh_name, unhandled.ranks, str(unhandled), unhandled.traceback
+            self._process.send_fault(self.owner, *fault)
 
     def _finish_shutdown(self, stop: StopRequest) -> None:
         self._stop_reason = stop.request.reason
         self._record.state = "stopped"
-        self.actor = None
         self._process.unregister(self, stop.request.reason)
-        stop.confirm()
         self._refuse_queued()
+        self._transport.reactor.call_later(_DEL_GRACE_S, stop.confirm)
+        run_del = hooks.deletion_of(self.actor)
+        self.actor = self._stop_cause = None
+        run_del()
+        stop.confirm()
         self.ended.set()
 
     def _refuse_queued(self) -> None:
@@ -356,7 +357,7 @@ class ActorRunner:
         """
         while (item := self._mailbox.get(block=False)) is not None:
             if not isinstance(item, faults.MeshFailure) and item.peer is not None:
-                self._process.refuse(item.peer, item.request, self._stopped_failure(self._stop_reason))
+                self._process.refuse(item.peer, item.request, faults.stopped_failure(self.name, self._stop_reason))
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -366,4 +367,4 @@ def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class _NoActor(Exception):
-    """`__init__` failed; `ActorRunner.init_failure` has the error."""
+    """`__init__` failed; `ActorRunner.construction` has the error."""

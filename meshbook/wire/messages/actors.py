@@ -108,7 +108,7 @@ class ActorFailure(ActorMessage):
     """A call failed."""
 
     call: int
-    kind: str  # "raised", "stopped", "unknown", "name", "init", "transfer"
+    kind: str  # "raised", "ended" (and the actor with it), "stopped", "unknown", "name", "init", "transfer"
     ename: str
     text: str
     traceback: str = ""
