@@ -599,6 +599,13 @@ def test_an_exception_that_cannot_even_be_printed_is_told(rank: Rank) -> None:
     msgspec.msgpack.encode(error)
 
 
+def test_an_exception_that_raises_when_it_is_looked_at_is_reported_by_its_class(rank: Rank) -> None:
+    error = rank.error(
+        "class Odd(Exception):\n    def __getattr__(self, name): return getattr(self.response, name)\nraise Odd('lost')"
+    )
+    assert (error.ename, error.evalue, error.notes) == ("Odd", "lost", ())
+
+
 def test_notes_of_an_exception_come_along(rank: Rank) -> None:
     error = rank.error("e = ValueError('v')\ne.add_note('remember this')\nraise e")
     assert error.notes == ("remember this",)

@@ -78,8 +78,8 @@ class RemoteFailure(Exception):
     """Substitute for an exception that could not be rebuilt here."""
 
 
-class SupervisionError(ActorError):
-    """An actor or its process has exited or failed to start; the call cannot be answered.
+class SupervisionError(ActorError, RuntimeError):
+    """An actor or its process has ended or failed to start; the call cannot be answered. A RuntimeError, as Monarch's.
 
     Attributes:
         endpoint: the called endpoint, "trainers.step".

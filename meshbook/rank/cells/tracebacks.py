@@ -234,7 +234,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _error_notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", None)
+    notes = vars(error).get("__notes__")  # `getattr` would call a class's own `__getattr__`
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
 
 
