@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from meshbook.errors import PlacementError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.operators import name_of
 from meshbook.tensors.specs import TensorSpec
 
 aten = torch.ops.aten
 
-_UNEVEN = re.compile(
-    r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
-)
+_UNEVEN = re.compile(r"is not evenly divisible by mesh dimension (?P<axis>\d+)")
 _SHARDED_DIM = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
@@ -32,10 +29,10 @@ def is_placement_change(error: Exception) -> bool:
     return "in-place operations that require placement changes" in str(error)
 
 
-def is_uneven(function: Any, error: Exception) -> bool:
-    """Whether a dim of the result does not divide evenly over an axis, in an operation that the user wrote."""
-    # _unsafe_view is internal to matmul: the user cannot act on an error about it.
-    return function is not aten._unsafe_view.default and _UNEVEN.search(str(error)) is not None
+def uneven_axis(error: Exception) -> int | None:
+    """Return the axis whose shards of the first input the operation could not cut evenly; None if it is not that."""
+    uneven = _UNEVEN.search(str(error))
+    return None if uneven is None else int(uneven["axis"])
 
 
 def is_about_sharded_dim(error: Exception) -> bool:
@@ -77,15 +74,6 @@ def translate(function: Any, error: Exception, specs: Sequence[TensorSpec], axes
             f"{op_name} of {operands} {mesh_text}: DTensor has no rule for it (or the shape of its result depends "
             f"on data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
             f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {len(axes.shape)})"
-        )
-    uneven = _UNEVEN.search(text)
-    if uneven is not None:
-        dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
-        size = axes.shape[axis]
-        return PlacementError(
-            f"{op_name} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
-            f"{axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
-            f"Redistribute the tensor first so that {axes.names[axis]} cuts another dim, or none"
         )
     text = f"{text} ({op_name} of {operands} {mesh_text})"
     try:

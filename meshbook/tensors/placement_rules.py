@@ -41,6 +41,12 @@ def replicate(specs: Specs, mesh_ndim: int) -> Moves:
     return _moves_to(specs, [(Replicate(),) * mesh_ndim] * len(specs))
 
 
+def replicate_axis(specs: Specs, axis: int) -> Moves:
+    """Replicate all inputs along one axis."""
+    placements = (spec.placements or () for spec in specs)
+    return _moves_to(specs, [(*of_input[:axis], Replicate(), *of_input[axis + 1 :]) for of_input in placements])
+
+
 def reduce_partial(specs: Specs) -> Moves:
     """Reduce those inputs that are Partial."""
     return tuple((at, _replicated_where(spec, _is_partial)) for at, spec in enumerate(specs) if spec.has_partial)

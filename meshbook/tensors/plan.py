@@ -161,16 +161,11 @@ class Planner:
         specs = [tensor._spec for tensor in inputs]
         if dtensor_errors.is_placement_change(error):
             return _plan_functional_variant(function)
-        uneven = dtensor_errors.is_uneven(function, error)
-        if (
-            not uneven
-            and dtensor_errors.is_about_sharded_dim(error)
-            and (moves := rules.replicate(specs[:1], self.mesh_ndim))
-        ):
+        if (axis := dtensor_errors.uneven_axis(error)) is not None and (moves := rules.replicate_axis(specs[:1], axis)):
             return Template(0, redistributions=moves)
-        if dtensor_errors.is_missing_rule(function, error) or (
-            not uneven and _works_on_plain_tensors(function, args, kwargs)
-        ):
+        if dtensor_errors.is_about_sharded_dim(error) and (moves := rules.replicate(specs[:1], self.mesh_ndim)):
+            return Template(0, redistributions=moves)
+        if dtensor_errors.is_missing_rule(function, error) or _works_on_plain_tensors(function, args, kwargs):
             if (other := functional_variant(function)) is not None:
                 return Template(0, functional_op=other)
             if found := self._plan_replicated(function, args, kwargs, inputs):

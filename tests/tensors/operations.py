@@ -88,6 +88,14 @@ def through_views(x: Tensor) -> Tensor:
     return y
 
 
+def through_uneven_view(x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 1.0
+    by_three = y.view(3, 32)
+    y.add_(1.0)
+    by_three[1].mul_(2.0)
+    return y, by_three * 1.0
+
+
 def views_that_stay(x: Tensor) -> tuple[Tensor, ...]:
     """What is changed in one is changed in all, whichever lies as a copy."""
     y = x * 1.0
@@ -237,7 +245,12 @@ OPERATIONS: dict[str, Operation] = {
     "sort 0": Operation(lambda x: x.sort(0).values, ((8, 12),), exact=True),
     # ---- shapes
     "view": Operation(lambda x: x.view(8, 4, 3), ((8, 12),), exact=True),
-    "view of uneven pieces": Operation(lambda x: x.view(8, 3, 4), ((8, 12),), exact=True, refused=S1),
+    "view of uneven pieces": Operation(lambda x: x.view(8, 3, 4), ((8, 12),), exact=True),
+    "reshape to odd rows": Operation(lambda x: x.reshape(3, 32), ((8, 12),), exact=True),
+    "unflatten both into odd parts": Operation(
+        lambda x: x.unflatten(0, (3, 4)).unflatten(-1, (3, 2)) * 2, ((12, 6),), exact=True
+    ),
+    "through a view of uneven pieces": Operation(through_uneven_view, ((8, 12),), exact=True),
     "flatten": Operation(lambda x: x.flatten(0, 1) * 2, ((4, 6, 4),), exact=True),
     "flatten inner": Operation(lambda x: x.flatten(1, 2) * 2, ((4, 6, 4),), exact=True),
     "flatten, then a product": Operation(lambda x, w: x.flatten(0, 1) @ w, ((4, 6, 4),), ((4, 3),)),
