@@ -7,6 +7,7 @@ Its parameters are here as RemoteTensors of the same storage, so any optimizer o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import secrets
@@ -195,23 +196,11 @@ def _build(
         batch_axes = (batch_axis(mesh.axes) if axis is None else axis,)
         name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
         text = f"{name} over {batch_axes[0]}={mesh.size(batch_axes[0])}"
-    session, ranks = engine.session, engine.ranks
     key = secrets.token_hex(6)
-    mesh_handle = handles.RemoteValue(session, expressions.Expression(expressions.NameRef("mesh")), ranks)
     dtype, rng_state = PRECISIONS[precision], torch.get_rng_state()
-    command = session.call_command(
-        resident_module.build_resident,
-        (key, source, strategy, dtype, mesh_handle, batch_axes, rng_state, options, modes.non_default_modes()),
-        {},
-        ranks,
-        always_retain=True,
-        inline_limit=0,
-        label="distribute",
-    )
-    finished = session.foreground.run(command)
-    session.raise_for_status(finished, ranks, label="distribute")
-    resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
-    description = call_on_ranks(engine, resident_module.ResidentModule.describe, resident)[0]
+    on_ranks, modes_here = _mesh_on_ranks(engine), modes.non_default_modes()
+    args = key, source, strategy, dtype, on_ranks, batch_axes, rng_state, options, modes_here
+    resident, description = _build_on_ranks(engine, resident_module.build_resident, args)
     if not isinstance(source, nn.Module):
         torch.set_rng_state(description["numbers"])  # as if the module had been made here
     blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
@@ -233,6 +222,22 @@ def _build(
         None if cut is None else cut.source,
     )
     return RemoteModule(engine, key, resident, description, plan)
+
+
+def _mesh_on_ranks(engine: TensorEngine) -> Any:
+    return handles.RemoteValue(engine.session, expressions.Expression(expressions.NameRef("mesh")), engine.ranks)
+
+
+def _build_on_ranks(
+    engine: TensorEngine, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return a handle for the ResidentModule that a function of the ranks makes, and its description. Blocks."""
+    session, ranks = engine.session, engine.ranks
+    command = session.call_command(function, args, {}, ranks, always_retain=True, inline_limit=0, label="distribute")
+    finished = session.foreground.run(command)
+    session.raise_for_status(finished, ranks, label="distribute")
+    resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
+    return resident, call_on_ranks(engine, resident_module.ResidentModule.describe, resident)[0]
 
 
 def _strategy_of(strategy: Any, mesh: Mesh, precision: str | None, axis: str | None) -> tuple[Any, str | None]:
@@ -258,6 +263,10 @@ def _strategy_of(strategy: Any, mesh: Mesh, precision: str | None, axis: str | N
             f"there is no strategy {strategy!r}; known: {known}; or a meshbook.Plan; or a function of (module, mesh)"
         )
     return strategy, precision
+
+
+# Attributes of a RemoteModule and its parts that stand for what the ranks have.
+_STATE_OF_RANKS = {"_parameters", "_buffers", "_modules", "_client", "plan"}
 
 
 class RemoteModule(nn.Module):
@@ -326,8 +335,38 @@ class RemoteModule(nn.Module):
     def __repr__(self) -> str:
         return f"RemoteModule({self.plan.text})\n{self._client.text}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModule:
+        """Build another module on the ranks, with the same placements, values, gradients and hooks. Blocks.
+
+        Raises:
+            CellError: its factory fails on ranks, or gives another module than before.
+            UsageError: an optimizer was copied before it in the same call, or it was given other submodules here.
+        """
+        own = self._client
+        if any(id(tensor) in memo for tensor in own.tensors):
+            raise UsageError("its parameters were copied already, by an optimizer: copy.deepcopy((model, optimizer))")
+        engine, key = own.engine, secrets.token_hex(6)
+        args = (own.key, key, _mesh_on_ranks(engine))
+        resident, description = _build_on_ranks(engine, resident_module.copy_resident, args)
+        copied = memo[id(self)] = RemoteModule(engine, key, resident, description, copy.copy(self.plan))
+        twins = dict(copied.named_modules())
+        if twins.keys() != dict(self.named_modules()).keys():
+            raise UsageError("submodules were added to this module here, or taken out; distribute(...) builds another")
+        for tensor, twin in zip(own.tensors, copied._client.tensors, strict=True):
+            memo[id(tensor)] = twin
+            with torch.no_grad():
+                twin.copy_(tensor)
+            twin.requires_grad_(tensor.requires_grad)
+            twin.grad = copy.deepcopy(tensor.grad, memo)
+        for name, submodule in self.named_modules():
+            state = {at: value for at, value in vars(submodule).items() if at not in _STATE_OF_RANKS}
+            twins[name].__dict__.update(copy.deepcopy(state, memo))
+        return copied
+
     def __reduce__(self) -> Any:
-        raise UsageError("this module lives on the ranks; save model.state_dict(full=True)")
+        raise UsageError(
+            "this module lives on the ranks; save model.state_dict(full=True). copy.deepcopy(model) makes another there"
+        )
 
 
 class _SubmodulePlaceholder(nn.Module):

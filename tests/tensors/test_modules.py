@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshbook
 from meshbook.controller.mesh import Mesh
@@ -306,6 +307,83 @@ def test_what_a_module_there_cannot_do_is_said(mesh2: Mesh) -> None:
         model(meshbook.distribute(torch.ones(2, 2), mesh2, [Shard(1)]))
     with pytest.raises(CellError, match="3 rows, which cannot be cut evenly over dp=2"):
         model(meshbook.distribute(torch.ones(3, 2), mesh2, [Shard(0)]))
+
+
+class Counting(nn.Module):
+    """Its outputs depend on a buffer, and on a number that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return self.inner(x) * self.num_calls
+
+
+def trained_here_and_there(mesh: Mesh, strategy: str, averaged: dict[str, Any]) -> Any:
+    """A model there and one here after some steps, their averages, and a batch there and here."""
+    torch.manual_seed(7)
+    alone = Counting()
+    model, x = meshbook.distribute(copy.deepcopy(alone), mesh, strategy=strategy), torch.randn(8, 4)
+    pairs = []
+    for module, batch in ((model, meshbook.distribute(x, mesh)), (alone, x)):
+        module.get_parameter("inner.0.bias").requires_grad_(False)
+        average = AveragedModel(module, **averaged)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(module)
+        pairs.append((module, average, batch))
+    return pairs
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "replicate"])
+def test_a_copy_of_a_module_there_is_another_with_its_values_placements_and_gradients(
+    mesh2: Mesh, strategy: str
+) -> None:
+    (model, _, x), (alone, _, x_here) = trained_here_and_there(mesh2, strategy, {})
+    numbers = torch.get_rng_state()
+    copied, copied_here = copy.deepcopy(model), copy.deepcopy(alone)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    same_weights(copied, alone)
+    for (name, own), other in zip(copied.named_parameters(), model.parameters(), strict=True):
+        assert (own.placements, own.requires_grad) == (other.placements, other.requires_grad), name
+        assert (own.grad is None) == (other.grad is None), name
+        assert own.grad is None or torch.equal(own.grad.full_tensor(), other.grad.full_tensor()), name
+    close(copied(x).full_tensor(), copied_here(x_here))
+    with torch.no_grad():
+        copied.get_parameter("inner.0.weight").zero_()
+    close(model(x).full_tensor(), alone(x_here))
+
+
+@pytest.mark.parametrize(
+    "averaged", [{}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}], ids=["swa", "buffers", "ema"]
+)
+def test_averages_of_a_module_there_are_those_of_one_process(mesh2: Mesh, averaged: dict[str, Any]) -> None:
+    (_, average, x), (_, average_here, x_here) = trained_here_and_there(mesh2, "fsdp", averaged)
+    same_weights(average.module, average_here.module)
+    close(average(x).full_tensor(), average_here(x_here))
+
+
+def test_a_model_is_copied_with_its_optimizer_where_it_comes_first(mesh2: Mesh) -> None:
+    model = meshbook.distribute(lambda: nn.Linear(3, 2), mesh2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    of_optimizer = its_optimizer.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(of_optimizer, copied.parameters(), strict=True))
+    with pytest.raises(UsageError, match=r"copied already, by an optimizer: copy.deepcopy\(\(model, optimizer\)\)"):
+        copy.deepcopy((optimizer, model))
+
+
+def test_a_module_there_that_its_factory_does_not_give_again_is_not_copied(mesh2: Mesh) -> None:
+    widths = iter([2, 3])
+    model = meshbook.distribute(lambda: nn.Linear(3, next(widths)), mesh2, strategy="replicate")
+    with pytest.raises(CellError, match="gives another module than it gave before"):
+        copy.deepcopy(model)
 
 
 def test_a_module_whose_code_runs_here_keeps_ties_and_placements(mesh22: Mesh) -> None:

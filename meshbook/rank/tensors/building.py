@@ -255,7 +255,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 def block_names(module: nn.Module) -> list[str]:
     """Return the names of the repeated blocks."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = inner_module(module)
     names = {id(submodule): name for name, submodule in inner.named_modules()}
     return [names[id(block)] for block in find_blocks(inner)]
 
@@ -377,9 +377,14 @@ def runs_locally(module: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> boo
     return averages_gradients(module) or meshes != {mesh}
 
 
+def inner_module(module: nn.Module) -> nn.Module:
+    """Return the user's module, without DDP around it."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield every parameter and buffer under each of its names, and whether it is a parameter."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = inner_module(module)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         yield name, parameter, True
     for name, buffer in inner.named_buffers(remove_duplicate=False):

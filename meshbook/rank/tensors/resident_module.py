@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,10 +18,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.errors import message_of, repr_of
+from meshbook.errors import UsageError, message_of, repr_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
+
+# Attributes of a submodule that its copy can have without sharing an object with it.
+_PLAIN_TYPES = (int, float, complex, str, bytes, NoneType)
 
 
 class ResidentModule:
@@ -194,6 +199,17 @@ class ResidentModule:
                 ) from error
             raise
 
+    def copy_state_to(self, other: ResidentModule) -> None:
+        """Give a module of the same structure the extra state, numbers and texts of this one's submodules."""
+        for (_, own), (_, twin) in zip(
+            building.inner_module(self.module).named_modules(),
+            building.inner_module(other.module).named_modules(),
+            strict=True,
+        ):
+            if type(own).get_extra_state is not nn.Module.get_extra_state:
+                twin.set_extra_state(copy.deepcopy(own.get_extra_state()))
+            vars(twin).update({name: value for name, value in vars(own).items() if isinstance(value, _PLAIN_TYPES)})
+
     @property
     def shard_index(self) -> int:
         """Which rows of a batch this rank has, of `num_shards` parts."""
@@ -244,6 +260,24 @@ def rebuild_resident(key: str, recipe: tuple[Any, ...], mesh: Any) -> ResidentMo
     if isinstance(source, nn.Module):
         source.to_empty(device="cpu")
     return build_resident(key, source, strategy, dtype, mesh, batch_axes, rng_state, options, modes)
+
+
+def copy_resident(key: str, new_key: str, mesh: Any) -> ResidentModule:
+    """Build another module by the recipe of this one. Values of its tensors are not set.
+
+    Raises:
+        UsageError: the recipe builds another module than before.
+    """
+    resident = find_resident(key)
+    source, *rest = resident.recipe
+    made = rebuild_resident(new_key, (building.without_data(source), *rest), mesh)
+    if (made.names, made.own_placements) != (resident.names, resident.own_placements) or any(
+        own.shape != other.shape or own.dtype != other.dtype
+        for own, other in zip(made.tensors, resident.tensors, strict=True)
+    ):
+        raise UsageError("its factory gives another module than it gave before, so the module cannot be copied")
+    resident.copy_state_to(made)
+    return made
 
 
 def find_resident(key: str) -> ResidentModule:
