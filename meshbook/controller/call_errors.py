@@ -17,6 +17,7 @@ from meshbook.errors import (
 )
 from meshbook.fold import rendering
 from meshbook.fold.device_errors import dead_context_note
+from meshbook.fold.heal_advice import heal_advice
 from meshbook.fold.outcomes import fold_errors, fold_released, ranks_with_status
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
@@ -101,13 +102,14 @@ def _rank_lost_error(finished: messages.CallFinished, label: str) -> RankLost:
     message = f"{_how_lost(finished, lost, label)}. {_survivors_state(finished, survivors)}".rstrip()
     if first is not None:
         message += _last_traces(first)
+    needs = [one.heals_when for one in exited]
     if survivors:
         message += (
-            f"\nNext: %mesh heal puts {'a new process in its' if len(lost) == 1 else 'new processes in their'} place, "
-            f"and the others keep what they hold; or go on with these alone (%%mesh --ranks {format_ranks(survivors)})."
+            f"\nNext: {heal_advice(len(lost), needs)}, and the others keep what they hold; or go on with these alone "
+            f"(%%mesh --ranks {format_ranks(survivors)})."
         )
     elif first is not None and first.cause is not None:
-        message += "\nNext: %mesh heal starts new processes in their place."
+        message += f"\nNext: {heal_advice(len(lost), needs)}."
     # The message says that the survivors were stopped; where each of them was does not explain the loss.
     own = fold_errors([part for part in finished.outcomes if part.outcome.status != "interrupted"])
     if first is None:

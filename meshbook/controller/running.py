@@ -10,6 +10,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.results import CellResult
 from meshbook.controller.session import Session
 from meshbook.errors import CellError, MeshbookError, MeshTimeout, RankLost
+from meshbook.fold.heal_advice import heal_advice
 from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # Seconds that an interrupted call may take to end.
@@ -58,6 +59,10 @@ def run_with_timeout(session: Session, command: Any, console: Console, timeout_s
         raise  # it had ended when the Stop came to the ranks
 
 
+def _heal_advice(session: Session, lost: Ranks) -> str:
+    return heal_advice(len(lost), (rank.heals_when for rank in session.info.ranks if rank.rank in lost))
+
+
 def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
     """Return the ranks that a call goes to: those that were chosen, else the living ones of a view's own.
 
@@ -68,15 +73,14 @@ def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
     if chosen is None:
         if not living:
             raise RankLost(
-                f"of ranks {format_ranks(own)} of {session.name!r} none is left; %mesh heal starts new processes in "
-                "their place",
+                f"of ranks {format_ranks(own)} of {session.name!r} none is left; {_heal_advice(session, own)}",
                 ranks=own,
             )
         return tuple(sorted(living))
     if lost := tuple(rank for rank in chosen if rank in session.lost):
         raise RankLost(
             f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
-            f"Living: {format_ranks(living)}. %mesh heal puts new processes in their place",
+            f"Living: {format_ranks(living)}. {_heal_advice(session, lost)}",
             ranks=lost,
             survivors=living,
         )

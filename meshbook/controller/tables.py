@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from meshbook.fold.heal_advice import heal_advice
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
@@ -105,13 +106,8 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         notes.append(f"Names on the ranks: {shown}.")
     if info.clients:
         notes.append(f"Attached: {', '.join(info.clients)}.")
-    if dead := [rank.rank for rank in ranks if rank.state == "dead"]:
-        alive = [rank.rank for rank in ranks if rank.state != "dead"]
-        notes.append(
-            f"{name_ranks(dead).capitalize()} {'is' if len(dead) == 1 else 'are'} gone; "
-            + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
-            + "%mesh heal makes the mesh whole again."
-        )
+    if lost := [rank for rank in ranks if rank.state == "dead"]:
+        notes.append(_describe_lost(lost, [rank.rank for rank in ranks if rank.state != "dead"]))
     if broken := [rank.rank for rank in ranks if rank.problem]:
         notes.append(f"%mesh heal {format_ranks(broken)} has new processes where a GPU cannot be used any more.")
     if info.spares:
@@ -122,6 +118,14 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         f"up {format_age(now - info.started_at)}, {_pluralize(info.cells_run, 'cell')} run."
     )
     return Table(heading, ("rank", "state", "device", "memory", "peak", "host", "pid"), tuple(rows), tuple(notes))
+
+
+def _describe_lost(lost: Sequence[RankInfo], alive: Sequence[int]) -> str:
+    return (
+        f"{name_ranks(rank.rank for rank in lost).capitalize()} {'is' if len(lost) == 1 else 'are'} gone; "
+        + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
+        + f"{heal_advice(len(lost), (rank.heals_when for rank in lost))}."
+    )
 
 
 def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from meshbook.fold.heal_advice import advice_without
 from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
@@ -131,8 +132,7 @@ class Healing:
         ranks = tuple(rank for rank in sorted(self._ranks.exited) if self._ranks.host_of(rank) == host)
         text = (
             f"{name_ranks(ranks)} ran on {self._machines.who(host)}, where no host could be started again: {reason}. "
-            "The others keep what they hold. %mesh heal tries again, when it is back; %mesh resize goes on without the "
-            "highest ranks"
+            f"The others keep what they hold. %mesh heal tries again, when it is back; {advice_without(ranks)}"
         )
         return _refuse(client, command, text)
 

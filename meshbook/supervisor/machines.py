@@ -52,6 +52,12 @@ class MachineTable:
             return f"ended with its host, which {reason}"
         return f"is lost: {self.who(host)} {reason}"
 
+    def heals_when(self, host: int) -> str:
+        """Return what %mesh heal waits for before ranks of a host can start again; "": nothing."""
+        if self._address is None or host not in self.lost:
+            return ""
+        return f"{self.who(host)}{' or another node' if self._address.scheme == 'ray' else ''} can be reached"
+
     def name(self, host: int) -> str:
         """Return what the user calls the machine of a host."""
         if self._address is not None and self._address.machines:

@@ -87,13 +87,19 @@ class RankTable:
         if info is None or report.rank in self._exited or report.rank in self._leaving:
             return False
         self._infos[report.rank] = msgspec.structs.replace(
-            info, state="dead", exit=report.description, call=None, cell=None, line=None
+            info,
+            state="dead",
+            exit=report.description,
+            call=None,
+            cell=None,
+            line=None,
+            heals_when=report.heals_when,
         )
         self._exited[report.rank] = report
         self._problems.pop(report.rank, None)
         return True
 
-    def exits_on_host(self, host: int, cause: str) -> tuple[RankExited, ...]:
+    def exits_on_host(self, host: int, cause: str, heals_when: str = "") -> tuple[RankExited, ...]:
         """Return the exits of all ranks of a host that is lost."""
         return tuple(
             RankExited(
@@ -105,6 +111,7 @@ class RankTable:
                 last_lines=(),
                 last_collective=None,
                 cause=cause,
+                heals_when=heals_when,
             )
             for info in map(self.info, self.on_host(host))
             if info.rank not in self._exited

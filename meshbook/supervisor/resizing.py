@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from meshbook.fold.heal_advice import advice_without, heal_advice
 from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.supervisor.call_table import ActiveCall, CallTable, Parts
 from meshbook.supervisor.cell_sources import setup_names, size_dependent_names
@@ -113,14 +114,16 @@ class Resizing:
         if not command.axes or min(command.axes.values()) < 1:
             return f"a mesh has at least one rank; {format_axes(command.axes)} is none"
         if command.axes == self._groups.axes:
-            lost = f"; %mesh heal replaces {name_ranks(self._ranks.exited)}" if self._ranks.exited else ""
+            exited = self._ranks.exited
+            advice = heal_advice(len(exited), (one.heals_when for one in exited.values()))
+            lost = f". {name_ranks(exited).capitalize()}: {advice}" if exited else ""
             return f"the mesh has {format_axes(command.axes)} already{lost}"
         stay = [rank for rank in self._ranks.exited if rank < math.prod(command.axes.values())]
         if gone := [rank for rank in stay if self._ranks.host_of(rank) in self._machines.lost]:
             host = self._ranks.host_of(gone[0])
             return (
-                f"{name_ranks(gone)} ran on host {host}, which {self._machines.lost[host]}: only the highest "
-                "ranks can leave; %mesh heal starts it again"
+                f"{name_ranks(gone)} ran on host {host}, which {self._machines.lost[host]}: only the highest ranks "
+                f"can leave. {heal_advice(len(gone), [self._machines.heals_when(host)])}; {advice_without(gone)}"
             )
         if len(self._saves):
             return "a checkpoint is being saved, which would end with the ranks that leave; wait for it"
@@ -200,7 +203,8 @@ class Resizing:
         if lost := self._ranks.exited:
             why = (
                 f"{name_ranks(giving)} cannot give the others the parts of {', '.join(attempt.sharded)} that it holds, "
-                f"because {name_ranks(lost)} was lost and the process groups with it: %mesh heal, then resize"
+                f"because {name_ranks(lost)} was lost and the process groups with it. "
+                f"{heal_advice(len(lost), (one.heals_when for one in lost.values()))}; then resize"
             )
             return self._refuse(attempt, why, now)
         give = messages.MoveShards(

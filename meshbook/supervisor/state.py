@@ -168,7 +168,8 @@ class MeshState:
         if self._startup.is_pending:
             who = self.machines.who(host)
             return self._startup.fail(f"{who} {reason} while the mesh was coming up; see supervisor.log")
-        exits = self._ranks.exits_on_host(host, self.machines.lose(host, reason))
+        cause = self.machines.lose(host, reason)
+        exits = self._ranks.exits_on_host(host, cause, self.machines.heals_when(host))
         effects = self._ranks_exited(exits, now)
         effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
         effects += [*self._logs.host_lost(host), *self.changes.healing.host_failed(host, reason)]

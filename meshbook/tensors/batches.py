@@ -17,6 +17,7 @@ from meshbook.controller.console import Console
 from meshbook.controller.session import Session, incarnations
 from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import CellInterrupted, MeshbookError, MeshShapeError, RankLost
+from meshbook.fold.heal_advice import heal_advice
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.call_sites import CallSite, capture_call_site, encode_call_sites
@@ -412,9 +413,9 @@ def _error_from_lost(lost: Sequence[Any], survivors: Any) -> RankLost:
         f"rank {rank.rank} (pid {rank.pid} on {rank.host}) {rank.exit}" for rank in lost[:_MAX_LOST_SHOWN]
     )
     more = f", and {len(lost) - _MAX_LOST_SHOWN} more ended" if len(lost) > _MAX_LOST_SHOWN else ""
+    advice = heal_advice(len(lost), (rank.heals_when for rank in lost))
     return RankLost(
-        f"{exits}{more}. %mesh heal gives {'it a new process' if len(lost) == 1 else 'them new processes'} "
-        "and the tensors that other ranks have a copy of, and says of which a part is gone",
+        f"{exits}{more}. {advice}, with the tensors that other ranks have a copy of, and says of which a part is gone",
         ranks=[rank.rank for rank in lost],
         survivors=survivors,
     )

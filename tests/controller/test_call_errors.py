@@ -94,10 +94,20 @@ def test_a_rank_that_ended_with_its_host_is_told_with_the_cause() -> None:
     error = error_from(finished(((2,), LOST), lost=(exited(signal=None, cause="ended with its host"),)))
     assert str(error) == (
         "rank 2 (pid 7 on here) ended with its host while the cell ran.\n"
-        "Next: %mesh heal starts new processes in their place."
+        "Next: %mesh heal puts a new process in its place."
     )
     assert isinstance(error, RankLost)
     assert error.signal is None
+
+
+def test_a_lost_machine_is_healed_when_it_can_be_reached_and_not_before() -> None:
+    how = {"signal": None, "cause": "is lost: n2", "heals_when": "machine n2 can be reached"}
+    gone = exited(rank=2, **how), exited(rank=3, **how)
+    error = error_from(finished(((0, 1), STOPPED), ((2, 3), LOST), lost=gone))
+    assert str(error).splitlines()[-1] == (
+        "Next: %mesh heal puts new processes in their place when machine n2 can be reached (it is refused until then), "
+        "and the others keep what they hold; or go on with these alone (%%mesh --ranks 0-1)."
+    )
 
 
 @pytest.mark.parametrize(

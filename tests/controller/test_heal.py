@@ -660,7 +660,7 @@ def test_cut_tensors_of_before_say_that_a_part_is_lost_whole_ones_live_on_and_ne
     assert (before + whole).sum().item() == 12
     kill(pair, 1)
     for tensor in (before, whole):
-        with pytest.raises(RankLost, match=r"%mesh heal gives it a new process and the tensors that other ranks have"):
+        with pytest.raises(RankLost, match=r"%mesh heal puts a new process in its place, with the tensors that"):
             tensor.sum().item()
     pair.heal()
     with pytest.raises(RankLost, match=r"S\(0\) over rank\): the part that rank 1 held was lost"):

@@ -88,7 +88,7 @@ def test_a_rank_says_what_it_does_in_one_line() -> None:
         "3     dead, was killed by SIGKILL                      cpu                       box   103",
         "Names on the ranks: x, model.",
         "Attached: kernel (pid 5).",
-        "Rank 3 is gone; cells run on the others (%%mesh --ranks 0-2), %mesh heal makes the mesh whole again.",
+        "Rank 3 is gone; cells run on the others (%%mesh --ranks 0-2), %mesh heal puts a new process in its place.",
     ]
 
 

@@ -122,6 +122,7 @@ def test_a_host_that_cannot_be_started_again_is_named_with_why() -> None:
     heal_without_host(mesh)
     text = refusal(mesh.host(messages.HostFailed(host=1, reason="n2 does not answer"), 1))
     assert text.startswith("ranks 2-3 ran on host 1, where no host could be started again: n2 does not answer")
+    assert text.endswith("%mesh heal tries again, when it is back; %mesh resize goes on with ranks 0-1")
     assert mesh.state.info().ranks[2].state == "dead"
 
 

@@ -218,7 +218,7 @@ def test_ranks_cannot_give_their_parts_once_another_was_lost() -> None:
     mesh.kill(1)
     (find,) = messages_of(mesh.resize(3), messages.FindSharded)
     text = refusal(mesh.reply(find, sharded=["model"], needs_leaving=True))
-    assert "because rank 1 was lost and the process groups with it: %mesh heal, then resize" in text
+    assert "because rank 1 was lost and the process groups with it. %mesh heal puts a new process in its" in text
 
 
 def test_tensors_that_are_not_the_same_on_all_ranks_are_not_cut_anew() -> None:
@@ -289,7 +289,9 @@ def test_the_size_that_it_has_is_refused_and_heal_is_named_where_ranks_are_lost(
     mesh = Resized()
     assert refusal(mesh.resize(4)) == "the mesh has rank=4 already"
     mesh.kill(1)
-    assert refusal(mesh.resize(4)) == "the mesh has rank=4 already; %mesh heal replaces rank 1"
+    assert refusal(mesh.resize(4)) == (
+        "the mesh has rank=4 already. Rank 1: %mesh heal puts a new process in its place"
+    )
 
 
 def test_a_second_one_and_a_heal_at_the_same_time_are_refused() -> None:

@@ -51,7 +51,7 @@ def test_a_replicated_tensor_lives_on_and_computes(duo: Mesh, victim: int) -> No
     assert y.sum().item() == 30
     kill(duo, victim)
     with pytest.raises(
-        RankLost, match=r"%mesh heal gives it a new process and the tensors that other ranks have a copy"
+        RankLost, match=r"%mesh heal puts a new process in its place, with the tensors that other ranks have a copy"
     ):
         y.sum().item()
     healed = duo.heal()

@@ -130,6 +130,7 @@ class RankInfo(Struct, frozen=True, gc=False):
     exit: str | None = None  # "killed by SIGKILL", "exited with 3"
     incarnation: int = 0  # how many processes it had before this one
     problem: str | None = None  # why a living rank is of little use: "its CUDA context is dead (…)"
+    heals_when: str = ""  # of a dead rank, what %mesh heal waits for: "machine n2 can be reached"; "": nothing
 
 
 class SpareInfo(Struct, frozen=True, gc=False):

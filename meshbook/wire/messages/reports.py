@@ -98,6 +98,7 @@ class RankExited(Message):
     last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
     oom_killed: bool = False  # killed because the system was out of memory
     cause: str | None = None  # what ended it, "ended with its host, which ..."; then there is no code or signal
+    heals_when: str = ""  # what %mesh heal waits for, "machine n2 can be reached"; "": nothing
 
     @property
     def description(self) -> str:
