@@ -229,7 +229,7 @@ class SupervisorConnection:
 
     def _poll_supervisor(self) -> None:
         """Poll for the supervisor's exit if the kernel does not support pidfd."""
-        if self.connection_info.is_alive:
+        if _is_alive(self.connection_info):
             self._loop.call_later(_LIVENESS_POLL_S, self._poll_supervisor)
         else:
             self._supervisor_exited()
@@ -322,11 +322,11 @@ class SupervisorConnection:
 
     def _find_successor(self, deadline: float) -> None:
         """Go on with the standby that has taken over; without one, the mesh has ended."""
-        successor, is_pending = keys.find_successor(self.connection_info)
+        successor, is_pending = _find_successor(self.connection_info, self._loop.clock.monotonic() < deadline)
         if successor is not None:
             self.connection_info, self._pidfd = successor, _open_pidfd(successor)
             self._watch_supervisor()
-        elif is_pending and self.stop_reason is None and self._loop.clock.monotonic() < deadline:
+        elif is_pending and self.stop_reason is None:
             self._loop.call_later(_TAKEOVER_POLL_S, lambda: self._find_successor(deadline))
         else:
             self._mesh_ended()
@@ -343,7 +343,7 @@ class SupervisorConnection:
         self.pending.fail_all(
             f"the mesh {self.connection_info.name!r} is gone: {reason}. Start one with %mesh start -n 4"
         )
-        with contextlib.suppress(errors.StartError):
+        with contextlib.suppress(errors.StartError, OSError):
             keys.remove_stale_mesh(self.connection_info)
         self._notify(self.listeners.mesh_stopped, reason)
 
@@ -370,8 +370,25 @@ def _open_pidfd(connection_info: keys.ConnectionInfo) -> int | None:
     """Return a pidfd that becomes readable when the supervisor exits; None on another machine or system."""
     try:
         return processes.open_pidfd(connection_info.pid) if connection_info.is_alive else None
-    except ProcessLookupError:
+    except OSError:  # it has ended, or no descriptor is left
         return None
+
+
+def _find_successor(connection_info: keys.ConnectionInfo, is_in_time: bool) -> tuple[keys.ConnectionInfo | None, bool]:
+    """Return the connection of the standby that has taken over, or None, and whether to ask again."""
+    try:
+        successor, is_pending = keys.find_successor(connection_info)
+    except OSError:  # no descriptor is left to look
+        return None, True
+    return successor, is_pending and is_in_time
+
+
+def _is_alive(connection_info: keys.ConnectionInfo) -> bool:
+    """Whether the supervisor's process runs, as far as is known: without a descriptor one cannot look."""
+    try:
+        return connection_info.is_alive
+    except OSError:
+        return True
 
 
 def _error_class(name: str) -> type[errors.MeshbookError]:

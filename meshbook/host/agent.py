@@ -187,8 +187,8 @@ class HostAgent:
     def _find_exits(self) -> None:
         """Report ranks whose exits were reported to the process that has ended, or that nobody will report."""
         self._loop.diverge()
-        for pid in self._processes.ended_pids(with_zombies=not self.launcher.reports_zombies):
-            self.process_exited(pid, None)
+        with_zombies = not self.launcher.reports_zombies
+        self._processes.find_ended(lambda pid: self.process_exited(pid, None), with_zombies=with_zombies)
 
     def notify(self, notice: messages.Notice) -> None:
         """Show a notice of the mesh once: in the running calls, else in the next one."""

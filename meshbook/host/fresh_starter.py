@@ -10,9 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from meshbook.host.starter import RankProcess, make_pipe, rank_environment
+from meshbook.host.starter import RankProcess, close_all, make_process_files, rank_environment
 from meshbook.wire import spawn
-from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.process_control import kill_process_group
 from meshbook.wire.processes import open_pidfd
@@ -51,25 +50,28 @@ class FreshStarter:
 
     def _start(self, command: spawn.ForkRank | spawn.ForkSpare, *channel: int) -> RankProcess:
         """Start an interpreter that carries out a command as a fork would. Raises OSError."""
-        out, out_write = make_pipe()
-        err, err_write = make_pipe()
-        crash_log = CrashLog()
-        with open(spawn.make_file(command), "rb") as config_file:  # not a pipe, which takes 64 KiB before it blocks
-            config_file.seek(0)
-            descriptors = (out, err, crash_log.fd, self._host_pipe, *channel)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshbook.rank.main", *map(str, descriptors)],
-                stdin=config_file,
-                stdout=out_write,
-                stderr=err_write,
-                pass_fds=descriptors,
-                env=rank_environment(),
-            )
-        os.close(out_write)
-        os.close(err_write)
+        started, write_ends = make_process_files()
+        try:
+            with open(spawn.make_file(command), "rb") as config_file:  # not a pipe, which takes 64 KiB before it blocks
+                config_file.seek(0)
+                descriptors = (started.out, started.err, started.crash_log.fd, self._host_pipe, *channel)
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "meshbook.rank.main", *map(str, descriptors)],
+                    stdin=config_file,
+                    stdout=write_ends[0],
+                    stderr=write_ends[1],
+                    pass_fds=descriptors,
+                    env=rank_environment(),
+                )
+        except OSError:
+            started.close()
+            raise
+        finally:
+            close_all(write_ends)
+        started.pid = process.pid
         self._processes[process.pid] = process
         self._watch_exit(process)
-        return RankProcess(process.pid, out, err, crash_log)
+        return started
 
     def take_over(self) -> None:
         self._are_children = False

@@ -15,7 +15,7 @@ from meshbook.host.logring import last_lines_of
 from meshbook.host.rlimits import user_fd_limit
 from meshbook.host.spares import SparePool
 from meshbook.host.starter import ForkStarter, RankProcess, Starter
-from meshbook.wire import messages, spawn
+from meshbook.wire import descriptors, messages, spawn
 from meshbook.wire.loop import Loop
 from meshbook.wire.remote_start import HostPlace
 
@@ -108,7 +108,7 @@ class RankLauncher:
                 if not self.spares.take(config, self._rank_started, self._start_rank):
                     self._start_rank(config)
         except OSError as error:
-            self._events.start_failed(str(error))
+            self._events.start_failed(descriptors.describe(error))
 
     def take_over(self) -> None:
         """Go on in a process that was forked from the launcher's, which has ended."""
@@ -215,7 +215,7 @@ class RankLauncher:
             for retry in retries:
                 retry(starter)
         except OSError as error:
-            self._events.start_failed(str(error))
+            self._events.start_failed(descriptors.describe(error))
 
 
 def _threads(spec: messages.MeshSpec, num_ranks: int) -> tuple[int, int | None]:

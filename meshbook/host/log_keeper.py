@@ -24,7 +24,7 @@ from meshbook.host.log_files import EVENT, STDERR, STDOUT, LogFiles, logs_folder
 from meshbook.host.log_search import SearchRequest
 from meshbook.host.rank_record import RankRecord
 from meshbook.host.starter import make_pipe
-from meshbook.wire import messages
+from meshbook.wire import descriptors, messages
 from meshbook.wire.loop import Loop
 
 log = logging.getLogger("meshbook.host")
@@ -114,9 +114,15 @@ class LogKeeper:
         self._loop.diverge()
         request = SearchRequest(str(self._files.folder), command, self._files.kept(), self._mergeable)
         body = msgspec.msgpack.encode(request)
-        read_in, write_in = os.pipe2(os.O_CLOEXEC)
-        read_out, write_out = make_pipe()
+        kept: list[int] = []  # this process's ends of the pipes
+        passed: list[int] = []
         try:
+            read_in, write_in = os.pipe2(os.O_CLOEXEC)
+            kept.append(write_in)
+            passed.append(read_in)
+            read_out, write_out = make_pipe()
+            kept.append(read_out)
+            passed.append(write_out)
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "meshbook.host.log_search"],
                 stdin=read_in,
@@ -124,14 +130,14 @@ class LogKeeper:
                 process_group=0,
             )
         except OSError as error:
-            for fd in (write_in, read_out):
+            for fd in kept:
                 os.close(fd)
-            problem = f"a process for it could not be started: {error.strerror}"
+            problem = f"a process for it could not be started: {descriptors.describe(error)}"
             self._report(messages.LogsFound(command.call, ended=True, problem=problem))
             return
         finally:
-            os.close(read_in)
-            os.close(write_out)
+            for fd in passed:
+                os.close(fd)
         os.write(write_in, len(body).to_bytes(4) + body)  # less than a pipe takes: patterns are short
         search = self._searches[command.call] = _Search(command, process, write_in, read_out)
         self._loop.watch_fd(read_out, lambda: self._receive(search))

@@ -20,6 +20,7 @@ from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import codec, messages
+from meshbook.wire.descriptor_reserve import DescriptorReserve
 from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
 from meshbook.wire.process_control import die_with_parent
@@ -43,6 +44,7 @@ class HostProcess:
         self._host, self._token = host, token
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.loop = Loop()
+        self._reserve = DescriptorReserve(self.loop)
         self._supervisor: LinkedDealer | None = None  # before `run`
         self._is_terminating = self._is_ending = False
         self._is_cut_off = False

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from meshbook.host import procfs
@@ -19,6 +19,8 @@ from meshbook.host.starter import RankProcess
 from meshbook.ids import Ranks
 from meshbook.wire import messages, processes
 from meshbook.wire.loop import Loop
+
+_LOOK_AGAIN_S = 1.0
 
 
 class RankProcesses:
@@ -37,9 +39,24 @@ class RankProcesses:
         return self._by_rank.get(rank)
 
     def ended_pids(self, *, with_zombies: bool) -> list[int]:
-        """Return the pids of those that run no more. with_zombies: also of those that nobody has waited for."""
+        """Return the pids of those that run no more. with_zombies: also of those that nobody has waited for.
+
+        Raises:
+            OSError: no file descriptor is left to look.
+        """
         found = {process.pid: processes.identify(process.pid) for process in self._by_rank.values()}
         return [pid for pid, one in found.items() if not (processes.is_running(one) if with_zombies else one.exists)]
+
+    def find_ended(self, on_ended: Callable[[int], None], *, with_zombies: bool) -> None:
+        """Call `on_ended` with the pids of those that run no more, now or when there is a descriptor to look."""
+        try:
+            ended = self.ended_pids(with_zombies=with_zombies)
+        except OSError:
+            look_again = partial(self.find_ended, on_ended, with_zombies=with_zombies)
+            self._loop.call_later(_LOOK_AGAIN_S, look_again, logged=False)
+            return
+        for pid in ended:
+            on_ended(pid)
 
     def ending(self) -> Ranks:
         """Return the ranks whose process has ended or is about to, and has not been removed."""

@@ -19,7 +19,7 @@ import msgspec
 
 from meshbook.errors import describe_exit
 from meshbook.host.starter import RankProcess, Starter
-from meshbook.wire import messages, spawn
+from meshbook.wire import descriptors, messages, spawn
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.process_control import is_stopped, kill_process_group
 
@@ -198,10 +198,17 @@ class SparePool:
     def _fill(self) -> None:
         while not self._is_closed and self._config is not None and len(self._idle()) < self._num:
             self._loop.diverge()
-            self._start(self._config)
+            if not self._start(self._config):
+                self._fill_later()
+                return
 
-    def _start(self, config: spawn.SpareConfig) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _start(self, config: spawn.SpareConfig) -> bool:
+        """Have a process started; return False if there is no descriptor for it."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self._ended = _Ended(-1, f"could not be started: {descriptors.describe(error)}")
+            return False
         ours.setblocking(False)
         spare = _Spare(ours)
         self._spares.append(spare)
@@ -219,7 +226,14 @@ class SparePool:
                 self._lost(spare, f"could not be started: {reason}")
 
         config = msgspec.structs.replace(config, left_out=tuple(self._left_out))
-        self._starter_for(config).start_spare(config, theirs, started, failed)
+        try:
+            self._starter_for(config).start_spare(config, theirs, started, failed)
+        except OSError as error:
+            theirs.close()
+            self._remove(spare)
+            self._ended = _Ended(-1, f"could not be started: {descriptors.describe(error)}")
+            return False
+        return True
 
     def _send_modules(self, spare: _Spare) -> None:
         names = list(self._modules)[spare.num_sent :]
@@ -281,6 +295,9 @@ class SparePool:
             self._left_out[spare.importing] = "the process ended while it was imported"
         log.warning("a spare %s%s", text, f", while it imported {spare.importing}" if spare.importing else "")
         self._end(spare)
+        self._fill_later()
+
+    def _fill_later(self) -> None:
         self._num_ended += 1
         delay_s = min(_REPLACE_S * 2 ** (self._num_ended - 1), _REPLACE_MAX_S)
         if self._refill is not None:

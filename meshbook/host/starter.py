@@ -90,7 +90,19 @@ def make_pipe() -> tuple[int, int]:
     return read, write
 
 
-def _close_all(descriptors: list[int]) -> None:
+def make_process_files() -> tuple[RankProcess, list[int]]:
+    """Return a process without a pid, and its ends of its two pipes. If one cannot be opened, none stays open."""
+    opened: list[int] = []
+    try:
+        opened += (out := make_pipe())
+        opened += (err := make_pipe())
+        return RankProcess(0, out[0], err[0], CrashLog()), [out[1], err[1]]
+    except OSError:
+        close_all(opened)
+        raise
+
+
+def close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -239,10 +251,7 @@ class ForkStarter:
         on_failed: Callable[[str], None],
         retry: Callable[[Starter], None],
     ) -> None:
-        out, out_write = make_pipe()
-        err, err_write = make_pipe()
-        crash_log = CrashLog()
-        child = RankProcess(0, out, err, crash_log)
+        child, write_ends = make_process_files()
 
         def started(pid: int) -> None:
             child.pid = pid
@@ -258,7 +267,7 @@ class ForkStarter:
 
         self._num_requests += 1
         self._pending[self._num_requests] = _PendingFork(config, child, channel, started, failed, again)
-        self._send_fork(self._num_requests, [out_write, err_write], [out_write, err_write])
+        self._send_fork(self._num_requests, write_ends, write_ends)
 
     def _send_fork(self, number: int, write_ends: list[int], fds_to_close: list[int]) -> None:
         """Send a request that is pending. `write_ends`: of the pipes for stdout and stderr."""
@@ -287,7 +296,7 @@ class ForkStarter:
             spare.process.close()
         for packet in [packet for packet in self._outbox if packet.is_spare]:
             self._outbox.remove(packet)
-            _close_all(packet.fds_to_close)
+            close_all(packet.fds_to_close)
         for number, pending in self._pending.items():  # after those that are in the outbox
             self._send_fork(number, [pending.process.out, pending.process.err], [])
         self._loop.act(self._flush_outbox)
@@ -333,11 +342,11 @@ class ForkStarter:
                 self._drop_outbox()
                 return
             self._outbox.popleft()
-            _close_all(packet.fds_to_close)
+            close_all(packet.fds_to_close)
 
     def _drop_outbox(self) -> None:
         while self._outbox:
-            _close_all(self._outbox.popleft().fds_to_close)
+            close_all(self._outbox.popleft().fds_to_close)
 
     def _on_readable(self) -> None:
         while not self._closing:

@@ -44,15 +44,13 @@ class CheckpointCommitter:
         self._ended: queue.SimpleQueue[CommitEnded] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._open: dict[CallId, CommitCheckpoint] = {}  # whose end has not been delivered
-        self._wake = (-1, -1)
+        self._wake = os.pipe()  # now: a save must not fail for want of descriptors
+        loop.watch_fd(self._wake[0], self._deliver)
 
     def submit(self, effect: CommitCheckpoint | RemoveCheckpoint) -> None:
         self._loop.diverge()
         if isinstance(effect, CommitCheckpoint):
             self._open[effect.command.call] = effect
-        if self._wake[0] < 0:
-            self._wake = os.pipe()
-            self._loop.watch_fd(self._wake[0], self._deliver)
         self._loop.act(lambda: self._put(effect))
 
     def _put(self, effect: CommitCheckpoint | RemoveCheckpoint) -> None:
@@ -68,10 +66,9 @@ class CheckpointCommitter:
             self._loop.act(lambda effect=effect: self._put(effect))  # type: ignore[misc]
 
     def close(self) -> None:
-        if self._thread is None:
-            return
-        self._todo.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
         self._loop.unwatch(self._wake[0])
         self._deliver_all()
         for descriptor in self._wake:

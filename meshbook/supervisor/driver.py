@@ -31,6 +31,8 @@ from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.supervisor.state import MeshState
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, keys, messages, processes
+from meshbook.wire.descriptor_reserve import DescriptorReserve
+from meshbook.wire.descriptors import describe_shortage, is_shortage, shortage
 from meshbook.wire.linked_sockets import LinkedRouter
 from meshbook.wire.process_watch import ProcessWatch
 from meshbook.wire.rate_limited_log import RateLimitedLog
@@ -45,6 +47,9 @@ _CLIENT_POLL_S = 5.0  # for clients' exits, if the system has no pidfd
 _ATTACH_TIMEOUT_S = 60.0  # for the process that started us: it gives up after 10
 _LAUNCHER = "launcher"  # key of that process among the clients', until one has attached
 _WRITE_RETRY_S = 1.0  # for the connection file, if the disk is full
+
+# Commands that start processes, each of which takes some ten descriptors here for as long as it lives.
+_OPENS_DESCRIPTORS = messages.StartMesh | messages.HealMesh | messages.ResizeMesh | messages.KeepSpares
 
 
 class Driver:
@@ -90,6 +95,7 @@ class Driver:
         self._hosts: HostConnections | None = None  # those that are processes of their own
         self._stopping = False
         self._rejections = RateLimitedLog(log)
+        self._reserve = DescriptorReserve(self._loop)
 
     def run(self, launcher: int) -> None:
         """Serve until the mesh is stopped or orphaned.
@@ -146,14 +152,12 @@ class Driver:
             self._refuse_message(identity, type(error).__name__, str(error))
             return
         try:
+            if isinstance(command, _OPENS_DESCRIPTORS) and self._loop.observe(self._reserve.look):
+                raise shortage()
             self._apply_effects(self._state.command_received(client, command, body, self._now()))
         except Exception as error:  # an error of our own; the client would wait for a reply for ever
-            log.exception("%s of client %s failed", type(command).__name__, client)
-            text = (
-                f"the supervisor failed at {type(command).__name__} ({type(error).__name__}: {error}); this is a "
-                f"defect of Meshbook, whose traceback is in {self._folder / 'supervisor.log'}"
-            )
-            refused = messages.Refused(call=getattr(command, "call", None), error="ProtocolError", text=text)
+            kind, text = _describe_failure(error, type(command).__name__, self._folder)
+            refused = messages.Refused(call=getattr(command, "call", None), error=kind, text=text)
             self._send(self._receivers.get(client, identity), refused)
         if isinstance(command, messages.Detach):
             self._unregister_client(client)
@@ -175,6 +179,9 @@ class Driver:
             return
         if self._clients.get(identity) == hello.client:
             return  # it has introduced itself again, because it was not answered in time
+        if self._loop.observe(self._reserve.look):
+            self._refuse_message(identity, "NotAttached", f"the mesh takes no client now: {describe_shortage()}")
+            return
         self._clients[identity] = hello.client
         self._client_router.open_peer(identity, reply_to=keys.client_identity(hello.client, "receive"))
         if hello.channel == "receive":
@@ -214,14 +221,11 @@ class Driver:
 
     def _on_callback_error(self, error: BaseException) -> None:
         """Log an exception of a callback and report it in running cells, which may wait for the callback's result."""
-        log.error("a callback failed; the supervisor goes on", exc_info=error)
+        _, text = _describe_failure(error, "what it does by itself", self._folder)
         if type(error) in self._reported_failures:
             return
         self._reported_failures.add(type(error))
-        notice = messages.Notice(
-            f"an error in the mesh's supervisor ({type(error).__name__}: {error}), which goes on; this is a defect of "
-            f"Meshbook, whose traceback is in {self._folder / 'supervisor.log'}. If this cell does not end, press Stop"
-        )
+        notice = messages.Notice(f"{text}. It goes on; if this cell does not end, press Stop")
         for call in self._state.open_calls(self._now()):
             item = messages.RankDisplay(ranks=call.ranks, item=notice)
             self._apply_effects([effects.SendToClient(call.client, messages.CallOutput(call=call.call, items=(item,)))])
@@ -347,6 +351,17 @@ class Driver:
 
     def _now(self) -> float:
         return self._loop.clock.monotonic() - self._started_at
+
+
+def _describe_failure(error: BaseException, what: str, folder: Path) -> tuple[str, str]:
+    """Log an error of the supervisor, unless it is for want of descriptors; return its class and text for clients."""
+    if is_shortage(error):
+        return "MeshbookError", f"the mesh's supervisor cannot do {what} now: {describe_shortage()}"
+    log.error("%s failed", what, exc_info=error)
+    return "ProtocolError", (
+        f"the mesh's supervisor failed at {what} ({type(error).__name__}: {error}); this is a defect of Meshbook, "
+        f"whose traceback is in {folder / 'supervisor.log'}"
+    )
 
 
 def _bind_client_socket(

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import struct
+import warnings
 from typing import Final, NamedTuple
 
 # kind, number of the socket, timer or descriptor, time, timers set and actions taken before, number of frames
@@ -125,6 +127,29 @@ class EventLog:
         self._offset = end
         kind, number, time, num_timers, num_actions = fields
         return LoggedEvent(kind, number, time, num_timers, num_actions, frames)
+
+
+def fork_with_log() -> tuple[int, EventLog, int]:
+    """Fork this process; return the child's pid, its log to write and its pidfd; in the child 0, its log and -1.
+
+    Raises:
+        OSError: there can be none now, for want of processes or descriptors.
+    """
+    events, pid = EventLog(), -1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of zmq's threads, which the child has no use for
+            pid = os.fork()
+        if pid == 0:
+            return 0, events, -1
+        events.keep_writing_end()
+        return pid, events, os.pidfd_open(pid)
+    except OSError:
+        if pid > 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        events.close()
+        raise
 
 
 def _wait(fd: int, events: int, timeout_s: float | None) -> bool:

@@ -18,16 +18,16 @@ import logging
 import os
 import pickle
 import signal
-import warnings
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import zmq
 
 from meshbook.clock import monotonic, wall
-from meshbook.supervisor.event_log import EventLog, LoggedEvent
+from meshbook.supervisor.event_log import EventLog, LoggedEvent, fork_with_log
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.processes import open_pidfd
+from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.supervisor")
 
@@ -41,6 +41,8 @@ _OBSERVATION: Final = 3
 
 # Seconds until the next attempt after the system could not fork.
 _FORK_RETRY_S: Final = 1.0
+# Exit code of a standby that cannot follow for want of descriptors.
+_CANNOT_FOLLOW: Final = 4
 # Timers that may be kept without a look whether they were cancelled.
 _MANY_TIMERS: Final = 1000
 
@@ -80,6 +82,7 @@ class ReplicatedLoop(Loop):
         self._num_timers = self._num_actions = 0
         self._max_timers = _MANY_TIMERS  # until those are looked for that were cancelled
         self._signal_handlers: dict[int, Any] = {}
+        self._failed_forks = RateLimitedLog(log)
         self._abandoned: list[Any] = []  # sockets of the processes that this one was forked from: not to be touched
 
     # ---- what the parts of the supervisor call
@@ -214,40 +217,45 @@ class ReplicatedLoop(Loop):
 
     def _renew_standby(self) -> None:
         """Fork a standby that knows all that has happened; then let that leave the process. Returns in both."""
-        events, first, pid = EventLog(), os.getpid(), -1
+        first, problem = os.getpid(), ""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of zmq's threads, which the child has no use for
-                pid = os.fork()
-        except OSError as error:
-            log.warning("the supervisor has no standby: %s", error)
-            super().call_later(_FORK_RETRY_S, self.diverge)
+            pid, events, pidfd = fork_with_log()
+        except OSError as error:  # no process, or no descriptor
+            pid, problem = -1, str(error)
         if pid == 0:
             self._follow(first, events)
             return
         self._end_standby()
         if pid > 0:
-            events.keep_writing_end()
             self._standby = pid, events
-            self._watch_standby(pid)
+            self._watch_standby(pid, pidfd)
         else:
-            events.close()
+            self._fork_later(problem)
         self._release_held()
+
+    def _fork_later(self, why: str) -> None:
+        """Go on without a standby, and try again to have one."""
+        self._failed_forks.warning("the supervisor has no standby: %s", why)
+        super().call_later(_FORK_RETRY_S, self.diverge)
 
     def _release_held(self) -> None:
         held, self._held = self._held, None
         for action in held or ():
             self._call_guarded(lambda action=action: action() and None)  # type: ignore[misc]
 
-    def _watch_standby(self, pid: int) -> None:
+    def _watch_standby(self, pid: int, pidfd: int) -> None:
         """Reap the standby; fork another one if it was not ended by us."""
-        pidfd = self._standby_fds[pid] = os.pidfd_open(pid)
+        self._standby_fds[pid] = pidfd
 
         def ended() -> None:
             self.unwatch(pidfd)
             os.close(self._standby_fds.pop(pid))
             _, status = os.waitpid(pid, 0)
             is_followed = self._standby is not None and self._standby[0] == pid
+            if is_followed and os.waitstatus_to_exitcode(status) == _CANNOT_FOLLOW:
+                self._end_standby()
+                self._fork_later("it has no file descriptors left")
+                return
             if is_followed or os.WIFEXITED(status):  # else we have killed it
                 log.warning("the standby (pid %d) has ended with status %d; another one is started", pid, status)
             if is_followed:  # and not replaced already, because nothing could be written to it
@@ -282,11 +290,14 @@ class ReplicatedLoop(Loop):
             os.close(fd)
         self._standby_fds.clear()
         self._standby, self._held, self._is_replaying = (0, events), None, True
-        events.keep_reading_end(first)
+        try:
+            events.keep_reading_end(first)
+            self._abandon_sockets()
+        except OSError:  # no descriptor is left to look what is open
+            os._exit(_CANNOT_FOLLOW)
         for number in self._signal_handlers:
             signal.signal(number, signal.SIG_IGN)
         logging.disable()
-        self._abandon_sockets()
         while self._is_replaying and (record := self._read_log()) is not None:
             self._replay(record)
         if self._is_replaying:

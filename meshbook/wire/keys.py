@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from meshbook import clock
 from meshbook.errors import MeshNameError, NotAttached, StartError
-from meshbook.wire import processes
+from meshbook.wire import descriptors, processes
 from meshbook.wire.folders import check_name as check_name
 from meshbook.wire.folders import claim_folder as claim_folder
 from meshbook.wire.folders import is_locked as is_locked
@@ -92,10 +92,18 @@ def remove_stale_mesh(connection: ConnectionInfo) -> None:
 
 
 def read_connection_file(folder: Path) -> ConnectionInfo | None:
-    """Return the content of `mesh.json` in this folder; None if there is none or it is not ours to read."""
+    """Return the content of `mesh.json` in this folder; None if there is none or it is not ours to read.
+
+    Raises:
+        OSError: no file descriptor is left to look.
+    """
     try:
         return msgspec.json.decode((folder / "mesh.json").read_bytes(), type=ConnectionInfo)
-    except (OSError, msgspec.MsgspecError):
+    except msgspec.MsgspecError:
+        return None
+    except OSError as error:
+        if descriptors.is_shortage(error):
+            raise
         return None
 
 
@@ -104,6 +112,9 @@ def find_successor(connection: ConnectionInfo) -> tuple[ConnectionInfo | None, b
 
     Returns:
         That connection or None, and whether to ask again: a standby lives that may be taking over.
+
+    Raises:
+        OSError: no file descriptor is left to look.
     """
     folder = runtime_folder() / connection.name
     found = read_connection_file(folder)
@@ -111,7 +122,7 @@ def find_successor(connection: ConnectionInfo) -> tuple[ConnectionInfo | None, b
         return None, False
     if found.process != connection.process and found.is_alive:
         return found, False
-    return None, is_locked(folder)
+    return None, is_locked(folder, if_unknown=True)
 
 
 def _read_connection(folder: Path) -> ConnectionInfo | None:

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import logging
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from meshbook.clock import Clock, SystemClock
+from meshbook.clock import Clock, SystemClock, sleep
 
 log = logging.getLogger("meshbook.loop")
 
@@ -39,6 +40,9 @@ _MAX_FD_FAILURES = 10
 _STOOD_STILL_S = 0.5
 _CATCH_UP_MS = 100
 _CATCH_UP_TURNS = 20
+
+# Seconds between two looks at files that cannot be waited for all at once.
+_LOOK_AGAIN_S = 0.01
 
 # As plain numbers: pyzmq's flags are enums, and each `|` and `&` of one costs as much as the system call beside it.
 _SNDMORE, _NOBLOCK, _POLLIN = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN)
@@ -181,12 +185,31 @@ class Loop:
 
     def _handle_arrived(self, timeout_ms: int | None) -> bool:
         """Handle what has arrived, or arrives in this time; return whether there was anything."""
-        ready = self._poller.poll(timeout_ms)
+        ready = self._poll(timeout_ms)
         for source, _ in ready:
             handler = self._handlers.get(source)
             if handler is not None:
                 self._call_guarded(handler)
         return bool(ready)
+
+    def _poll(self, timeout_ms: int | None) -> list[tuple[Any, int]]:
+        """Return what is readable, within this time.
+
+        The system lets a process wait for no more files at once than it may have now (RLIMIT_NOFILE), and libzmq ends
+        a process that does. If the limit was lowered, they are looked at in parts, again and again.
+        """
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._handlers) <= limit or limit == resource.RLIM_INFINITY:
+            return self._poller.poll(timeout_ms)
+        sources, ready = list(self._handlers), []
+        for at in range(0, len(sources), max(1, limit)):
+            part = zmq.Poller()
+            for source in sources[at : at + max(1, limit)]:
+                part.register(source, zmq.POLLIN)
+            ready += part.poll(0)
+        if not ready and timeout_ms != 0:
+            sleep(_LOOK_AGAIN_S)
+        return ready
 
     def _poll_timeout_ms(self, max_wait_s: float | None) -> int | None:
         while self._timers and self._timers[0][2].callback is None:

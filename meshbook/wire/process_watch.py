@@ -21,20 +21,32 @@ class ProcessWatch(Generic[K]):
         self._watched: dict[K, int | None] = {}  # key -> pidfd; None: its process is polled
 
     def watch(self, key: K, pid: int) -> None:
+        """Watch the process that has this pid.
+
+        Raises:
+            OSError: no file descriptor is left to look; it is not watched.
+        """
         try:
-            fd = self._watched[key] = processes.open_pidfd(pid)
+            fd = processes.open_pidfd(pid)
         except ProcessLookupError:
+            self._watched[key] = None
             self._exited_later(key)
             return
         if fd is not None:
+            self._watched[key] = fd
             self._loop.watch_fd(fd, lambda: self._on_exit(key))
             return
         process = processes.identify(pid)
+        self._watched[key] = None
 
         def poll() -> None:
             if key not in self._watched:
                 return
-            if processes.is_running(process):
+            try:
+                runs = processes.is_running(process)
+            except OSError:  # not known
+                runs = True
+            if runs:
                 self._loop.call_later(self._poll_s, poll, logged=False)
             else:
                 self._exited_later(key)

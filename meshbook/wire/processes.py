@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
+from meshbook.wire.descriptors import is_shortage
+
 # Among the flags of /proc/<pid>/stat.
 _PF_EXITING = 0x4
 
@@ -34,13 +36,21 @@ class ProcessIdentity(Struct, frozen=True):
 
 
 def identify(pid: int) -> ProcessIdentity:
-    """Return the identity of the process that has this pid now. If there is none, its ticks match no process."""
+    """Return the identity of the process that has this pid now. If there is none, its ticks match no process.
+
+    Raises:
+        OSError: no file descriptor is left to look.
+    """
     _, ticks = _read_state_and_start(pid) or ("", -1)
     return ProcessIdentity(pid, ticks, boot_id(), socket.gethostname())
 
 
 def is_running(process: ProcessIdentity) -> bool:
-    """Whether exactly this process runs here, not a later one with its pid."""
+    """Whether exactly this process runs here, not a later one with its pid.
+
+    Raises:
+        OSError: no file descriptor is left to look.
+    """
     if process.boot_id != boot_id():
         return False
     found = _read_state_and_start(process.pid)
@@ -92,16 +102,24 @@ def is_on_other_host(process: ProcessIdentity) -> bool:
 def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return ""
 
 
 def _read_state_and_start(pid: int) -> tuple[str, int] | None:
-    """Return a process's state letter and its ticks at start; None if no process has this pid."""
+    """Return a process's state letter and its ticks at start; None if no process has this pid.
+
+    Raises:
+        OSError: no file descriptor is left to look.
+    """
     if os.path.exists("/proc/self/stat"):
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             return None
         state, num_threads = fields[0].decode(), int(fields[17])
         # The main thread is a zombie as soon as it has exited; files and locks are open until the last thread has.

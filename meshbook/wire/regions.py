@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshbook.errors import TransferError
+from meshbook.wire.descriptors import describe_shortage, is_shortage
 from meshbook.wire.memory_files import MappedFile
 
 MAX_REGIONS = 65_536  # of one process; the slot table is a sparse file, so unused words cost nothing
@@ -331,8 +332,10 @@ class _OwnerProcess:
     def open(cls, region: Region) -> _OwnerProcess:
         try:
             pidfd = os.pidfd_open(region.pid)
-        except OSError as error:
+        except ProcessLookupError as error:
             raise TransferError(_owner_exited_message(region)) from error
+        except OSError as error:
+            raise TransferError(_not_opened_message(region, error)) from error
         try:
             return cls(_SlotTable(_open_owner_fd(region, region.table_fd, region.table_name), region.table_name), pidfd)
         except BaseException:
@@ -427,6 +430,8 @@ def _open_owner_fd(region: Region, fd: int, expected_name: str) -> int:
             f"same user, and neither with capabilities of its own"
         ) from error
     except OSError as error:
+        if is_shortage(error):
+            raise TransferError(_not_opened_message(region, error)) from error
         if not Path(f"/proc/{region.pid}").exists():
             raise TransferError(_owner_exited_message(region)) from error
         raise TransferError(
@@ -443,6 +448,11 @@ def _owner_exited_message(region: Region) -> str:
         f"process {region.pid}, whose memory this buffer of {_format_size(region.nbytes)} is, has ended; what was in "
         f"it is lost, unless somebody read it before"
     )
+
+
+def _not_opened_message(region: Region, error: OSError) -> str:
+    why = describe_shortage() if is_shortage(error) else error.strerror
+    return f"the {_format_size(region.nbytes)} of this buffer, of process {region.pid}, cannot be read now: {why}"
 
 
 def _format_size(nbytes: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshbook.errors import TransferError
+from meshbook.wire.descriptors import describe_shortage, is_shortage
 from meshbook.wire.memory_files import (
     HUGE_PAGE_BYTES,
     MADV_COLLAPSE,
@@ -24,6 +25,8 @@ from meshbook.wire.memory_files import (
     write_at,
 )
 from meshbook.wire.messages import SharedBuffer
+
+_NOT_READ = "cannot be mapped here"
 
 # At the start of every segment: the number of its uses. The buffers begin a page later.
 USE_COUNT = struct.Struct("<Q")
@@ -226,6 +229,8 @@ def format_mib(nbytes: int) -> str:
 
 
 def _cannot_open_message(pid: int, length: int, error: OSError) -> str:
+    if is_shortage(error):
+        return f"the {format_mib(length)} of this value, shared by process {pid}, {_NOT_READ}: {describe_shortage()}"
     if not _is_alive(pid):
         return f"process {pid}, which held the {format_mib(length)} of this value, is gone; make it again and resend it"
     if isinstance(error, FileNotFoundError):
@@ -235,7 +240,7 @@ def _cannot_open_message(pid: int, length: int, error: OSError) -> str:
             f"this process may not read the memory that process {pid} shares ({error.strerror}); both must run as the "
             f"same user, and neither with capabilities of its own"
         )
-    return f"the {format_mib(length)} of this value, shared by process {pid}, cannot be mapped here: {error.strerror}"
+    return f"the {format_mib(length)} of this value, shared by process {pid}, {_NOT_READ}: {error.strerror}"
 
 
 def _is_alive(pid: int) -> bool:

@@ -70,7 +70,7 @@ def test_a_command_that_the_supervisor_fails_at_is_refused_to_whoever_sent_it(se
     identity, refused = served.sent[-1]
     assert identity == b"c/receive"
     assert (refused.call, refused.error) == ("c-1", "ProtocolError")
-    assert "the supervisor failed at QueryStatus (KeyError: 'ranks')" in refused.text
+    assert "the mesh's supervisor failed at QueryStatus (KeyError: 'ranks')" in refused.text
     assert "supervisor.log" in refused.text
 
 
@@ -84,7 +84,7 @@ def test_a_callback_that_fails_is_told_once_in_the_cells_that_run(served: Served
         served.pass_time(0.1)
     ((identity, said),) = served.sent
     assert (identity, said.call) == (b"c/receive", "c-1")
-    assert "an error in the mesh's supervisor (KeyError: 'host'), which goes on" in said.items[0].item.text
+    assert "the mesh's supervisor failed at what it does by itself (KeyError: 'host')" in said.items[0].item.text
 
 
 def _child() -> subprocess.Popen[bytes]:

@@ -161,3 +161,40 @@ def test_a_standby_that_ends_is_replaced_and_one_that_has_come_to_another_state_
     assert lines[:2] == ["took over 1", "knows 1 second"]
     assert any("has not come to the same state as the supervisor" in line for line in lines[2:])
     assert any("another one is started" in line for line in lines[2:])
+
+
+def test_a_loop_without_descriptors_goes_on_without_a_standby_and_has_one_again_with_them() -> None:
+    lines = run("""
+    import resource
+    from meshbook.supervisor import replicated_loop
+    replicated_loop._FORK_RETRY_S = 0.01
+
+    def limit(number):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def lower():
+        free = os.dup(0)
+        os.close(free)
+        limit(free)
+        loop.diverge()  # the standby is to be replaced
+        loop.call_later(0.01, goes_on)
+
+    def goes_on():
+        say("goes on", loop._standby)
+        limit(1000)
+        loop.call_later(0.05, has_one)
+
+    def has_one():
+        if loop._standby is None:
+            loop.call_later(0.05, has_one)
+            return
+        loop.call_later(0.01, lambda: loop.act(end))
+        loop.call_later(0.05, lambda: os._exit(0))
+
+    loop.call_later(0.01, lower)
+    """)
+    assert lines == [
+        "goes on None first",
+        "took over 0",
+        "the supervisor has no standby: [Errno 24] Too many open files",
+    ]
