@@ -59,9 +59,9 @@ class RankProcesses:
             on_ended(pid)
 
     def ending(self) -> Ranks:
-        """Return the ranks whose process has ended or is about to, and has not been removed."""
+        """Return the ranks whose process has ended or is about to, as far as is known, and has not been removed."""
         found = self._by_rank.items()
-        return self._loop.observe(lambda: tuple(rank for rank, one in found if processes.is_ending(one.pid)))
+        return self._loop.observe(lambda: tuple(rank for rank, one in found if _may_be_ending(one.pid)))
 
     def pop(self, pid: int) -> tuple[int, RankProcess] | None:
         """Remove a process that has ended; return its rank and it, or None for one that is no rank's."""
@@ -106,6 +106,13 @@ class RankProcesses:
 
     def read_pipes(self, process: RankProcess) -> list[messages.Text]:
         return self._loop.observe(lambda: read_pipes(process))
+
+
+def _may_be_ending(pid: int) -> bool:
+    try:
+        return processes.is_ending(pid)
+    except OSError:  # no descriptor is left to look
+        return True
 
 
 def _signal(pid: int, number: int) -> None:
