@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from meshbook.rank.previews.digests import PLAIN_TYPES
 
+# What each module has.
+_OWN_ATTRIBUTES = vars(torch.nn.Module()).keys() - {"training"}
+
 
 def state_of(value: Any, *, with_shards: bool = True, with_attributes: bool = True) -> Any:
     """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies.
@@ -42,14 +45,16 @@ def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
         name: {
             key: value
             for key, value in vars(inner).items()
-            if type(value) in PLAIN_TYPES and not key.startswith("_") and (key == "training" or not _is_wrapper(inner))
+            if type(value) in PLAIN_TYPES
+            and key not in _OWN_ATTRIBUTES
+            and (key == "training" or not _is_wrapper(inner))
         }
         for name, inner in module.named_modules()
     }
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+    return type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 def extra_states_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -97,8 +102,12 @@ def load_state(value: Any, state: Any, *, with_shards: bool = True) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(sent[name])
-    for name, module in value.named_modules():
-        for key, attribute in state["attributes"].get(name, {}).items():
-            setattr(module, key, attribute)
-        if name in state["extra"]:
-            module.set_extra_state(state["extra"][name])
+    load_attributes(value, state["attributes"], state["extra"])
+
+
+def load_attributes(module: torch.nn.Module, attributes: dict[str, dict[str, Any]], extra: dict[str, Any]) -> None:
+    """Give a module the attributes and the extra states of another of the same structure."""
+    for name, inner in module.named_modules():
+        vars(inner).update(attributes.get(name, {}))
+        if name in extra:
+            inner.set_extra_state(extra[name])

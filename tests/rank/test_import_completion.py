@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,10 @@ def test_after_the_module_comes_import() -> None:
 
 
 def test_a_first_word_is_any_module() -> None:
-    assert {"json", "torch"} <= set(complete_import("import "))
+    assert {"json", "pytest"} <= set(complete_import("import "))
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 @pytest.mark.usefixtures("starts_processes")
 def test_a_shell_completes_inside_torch_without_loading_it() -> None:
     source = """

@@ -1030,6 +1030,7 @@ def test_no_event_loop_is_made_before_a_cell_awaits(rank: Rank) -> None:
 
 
 def test_a_widget_says_once_in_a_cell_where_widgets_work(rank: Rank) -> None:
+    pytest.importorskip("ipywidgets")
     rank.ok("from ipywidgets import IntSlider\ndisplay(IntSlider())\nIntSlider()")
     notices = [item.text for item in rank.output.pop_items() if isinstance(item, Notice)]
     assert len(notices) == 1

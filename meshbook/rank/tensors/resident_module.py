@@ -7,7 +7,6 @@ import copy
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -19,12 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError, message_of, repr_of
+from meshbook.rank.object_states import attributes_of, extra_states_of, load_attributes
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
-
-# Attributes of a submodule that its copy can have without sharing an object with it.
-_PLAIN_TYPES = (int, float, complex, str, bytes, NoneType)
 
 
 class ResidentModule:
@@ -201,14 +198,8 @@ class ResidentModule:
 
     def copy_state_to(self, other: ResidentModule) -> None:
         """Give a module of the same structure the extra state, numbers and texts of this one's submodules."""
-        for (_, own), (_, twin) in zip(
-            building.inner_module(self.module).named_modules(),
-            building.inner_module(other.module).named_modules(),
-            strict=True,
-        ):
-            if type(own).get_extra_state is not nn.Module.get_extra_state:
-                twin.set_extra_state(copy.deepcopy(own.get_extra_state()))
-            vars(twin).update({name: value for name, value in vars(own).items() if isinstance(value, _PLAIN_TYPES)})
+        own, twin = building.inner_module(self.module), building.inner_module(other.module)
+        load_attributes(twin, attributes_of(own), copy.deepcopy(extra_states_of(own)))
 
     @property
     def shard_index(self) -> int:
