@@ -230,7 +230,8 @@ def restore(
 def table(path: str | os.PathLike[str]) -> Table:
     """Return the committed checkpoints below a path, oldest first. Raises CheckpointError."""
     rows = []
-    for folder, manifest in checkpoint_folders.list_checkpoints(_absolute(path)):
+    found, problems = checkpoint_folders.scan(_absolute(path))
+    for folder, manifest in found:
         axes = ", ".join(f"{name}={size}" for name, size in manifest.axes.items())
         names = ", ".join(saved.name + (" (per rank)" if saved.is_per_rank else "") for saved in manifest.names)
         rows.append(
@@ -246,7 +247,8 @@ def table(path: str | os.PathLike[str]) -> Table:
         )
     columns = ("step", "folder", "saved", "size", "ranks", "names", "generation")
     count = f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'}"
-    return Table(f"{path}: {count}." if rows else f"{path} has no checkpoint yet.", columns, tuple(rows))
+    heading = f"{path}: {count}." if rows else f"{path} has no checkpoint yet."
+    return Table(heading, columns, tuple(rows), tuple(problems.values()))
 
 
 def wait_for_saves(session: Session) -> None:

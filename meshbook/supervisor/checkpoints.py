@@ -83,7 +83,7 @@ class CheckpointSaves:
         """The ranks' main threads are done with a call, perhaps a save's: all have copied their state, or it failed."""
         save = self._saves.get(call.id)
         failed = [part for part in parts if part.outcome.status != "ok"]
-        if save is None:
+        if save is None or save.is_committing:
             return []
         if not failed:
             return [self._ranks.send(call.ranks, messages.WriteCheckpoint(ranks=call.ranks, save=call.id))]
@@ -116,13 +116,19 @@ class CheckpointSaves:
         return [self._ranks.send(writer, messages.WriteCheckpointMetadata(ranks=writer, save=report.save))]
 
     def rank_lost(self, report: RankExited) -> list[Effect]:
-        """A rank has exited: the saves that it takes part in end, but for those that are all on the disk."""
-        saves = [save for save in self._saves.values() if report.rank in save.command.ranks and not save.is_committing]
+        """A rank has exited: the saves end in which it has yet to write something; rank 0 writes last."""
+        saves = [
+            save
+            for save in self._saves.values()
+            if not save.is_committing and report.rank in (*save.missing, save.command.ranks[0])
+        ]
         return [effect for save in saves for effect in self._discard(save, f"rank {report.rank} {report.description}")]
 
     def commit_ended(self, call: CallId, folder: str, manifest: CheckpointManifest, error: str) -> list[Effect]:
         """The driver has committed a save to this folder, or could not (`error`)."""
-        save = self._saves[call]
+        save = self._saves.get(call)
+        if save is None:
+            return []
         if error:
             return self._discard(save, error)
         committed = messages.CheckpointCommitted(save=call, folder=folder, manifest=manifest)

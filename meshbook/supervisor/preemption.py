@@ -296,7 +296,7 @@ class Preemption:
 
     def _leave(self, outcome: str, now: float) -> list[Effect]:
         """End the ranks that received SIGTERM, or the mesh."""
-        leaving = tuple(rank for rank in sorted(self._leaving) if rank not in self._ranks.exited)
+        leaving = tuple(sorted(self._leaving.intersection(self._ranks.living)))  # a resize may have sent some away
         who, plan = self._who(), self._plan
         ends_mesh = self._is_supervisor_signalled or self._is_stopped or leaving == self._ranks.living != ()
         is_saved = self._is_saved

@@ -9,11 +9,12 @@ committed as `step-00000800.new`, which readers prefer; then the old one is move
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,24 +58,33 @@ def saving_folder(path: str, save: str) -> Path:
 
 
 def list_checkpoints(path: str | Path) -> list[CheckpointEntry]:
-    """Return the committed checkpoints below `path`, oldest first.
+    """Return the committed checkpoints below `path` that can be read, oldest first. Raises CheckpointError."""
+    return scan(path)[0]
+
+
+def scan(path: str | Path) -> tuple[list[CheckpointEntry], dict[Path, str]]:
+    """Return the committed checkpoints below `path`, oldest first, and why others that are there cannot be read.
 
     Raises:
-        CheckpointError: `path` is no folder, or a checkpoint in it is of a format that is not known here.
+        CheckpointError: `path` is no folder.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(path) if _NAME.fullmatch(entry.name))
     except OSError as error:
         raise CheckpointError(f"{path} has no checkpoints: {error.strerror}") from None
-    entries = []
+    entries, problems = [], {}
     for name in names:
         if f"{name}{_NEW}" in names:  # it is being replaced
             continue
-        for shown in (name, name.removesuffix(_NEW)):  # a `.new` may just have taken its final name
-            with contextlib.suppress(FileNotFoundError):
-                entries.append(CheckpointEntry(Path(path) / shown, read_manifest(Path(path) / shown)))
-                break
-    return sorted(entries, key=lambda entry: entry.manifest.saved_at)
+        for folder in (Path(path) / name, Path(path) / name.removesuffix(_NEW)):  # a `.new` may have been renamed
+            try:
+                entries.append(CheckpointEntry(folder, read_manifest(folder)))
+            except FileNotFoundError:
+                continue
+            except CheckpointError as error:
+                problems[folder] = str(error)
+            break
+    return sorted(entries, key=lambda entry: entry.manifest.saved_at), problems
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> CheckpointEntry:
@@ -90,7 +100,11 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> CheckpointEntr
         if step not in (None, entry.manifest.step):
             raise CheckpointError(f"{path} is the checkpoint of step {entry.manifest.step}, not of step {step}")
         return entry
-    entries = list_checkpoints(path)
+    entries, problems = scan(path)
+    if step is None:
+        _check_newest_is_readable(entries, problems)
+    elif (problem := problems.get(Path(path) / folder_name(step))) is not None:
+        raise CheckpointError(problem)
     if not entries:
         raise CheckpointError(f"{path} has no checkpoints: {_why_none(os.listdir(path))}")
     if step is None:
@@ -100,6 +114,15 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> CheckpointEntr
             return entry
     steps = ", ".join(str(entry.manifest.step) for entry in entries if entry.manifest.step is not None) or "none"
     raise CheckpointError(f"{path} has no checkpoint of step {step}; it has steps {steps}")
+
+
+def _check_newest_is_readable(entries: Sequence[CheckpointEntry], problems: Mapping[Path, str]) -> None:
+    """Raise CheckpointError where an older checkpoint would be taken for the last one, which cannot be read."""
+    last = entries[-1].folder.stat().st_mtime if entries else float("-inf")
+    for folder, problem in problems.items():
+        if folder.stat().st_mtime >= last:
+            older = f"; the last one that can be read is {entries[-1].folder.name}" if entries else ""
+            raise CheckpointError(f"{problem}{older}")
 
 
 def _why_none(names: Collection[str]) -> str:
@@ -208,7 +231,8 @@ def remove_leftovers(path: str, own_saves: Collection[str]) -> None:
             elif name.startswith((_REPLACED_PREFIX, _DISCARDED_PREFIX)):
                 shutil.rmtree(folder, ignore_errors=True)
             elif name.endswith(_NEW) and _NAME.fullmatch(name):
-                _finish_replacement(Path(path), name.removesuffix(_NEW))
+                with _locked(Path(path)):
+                    _finish_replacement(Path(path), name.removesuffix(_NEW))
 
 
 def _is_dead(folder: Path) -> bool:
@@ -239,7 +263,8 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
     try:
         _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         _sync_folder(folder)
-        final = _rename(folder, path, manifest.step, overwrite=overwrite)
+        with _locked(path):
+            final = _rename(folder, path, manifest.step, overwrite=overwrite)
         (final / _OWNER).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be committed: {error}") from error
@@ -249,7 +274,8 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
 def _find_committed(path: Path, manifest: CheckpointManifest) -> Path | None:
     """Return the checkpoint with exactly this manifest, if there is one."""
     if manifest.step is not None:
-        _finish_replacement(path, folder_name(manifest.step))
+        with _locked(path):
+            _finish_replacement(path, folder_name(manifest.step))
     return next((entry.folder for entry in list_checkpoints(path) if entry.manifest == manifest), None)
 
 
@@ -285,8 +311,23 @@ def _rename_to_next(folder: Path, path: Path) -> Path:
             return final
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other threads and processes, of any mesh, from renaming in a folder of checkpoints during the block.
+
+    Two that finish one replacement would move away the new checkpoint as if it were the old one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _finish_replacement(path: Path, name: str) -> None:
-    """Give a `.new` checkpoint its final name, after the one that has it was moved away."""
+    """Give a `.new` checkpoint its final name, after the one that has it was moved away. Under the folder's lock."""
     new, final = path / f"{name}{_NEW}", path / name
     if not (new / MANIFEST).exists():
         return

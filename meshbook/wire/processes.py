@@ -28,6 +28,7 @@ class ProcessIdentity(Struct, frozen=True):
     started_ticks: int  # of the system's clock since boot, field 22 of /proc/<pid>/stat
     boot_id: str  # "" where the system has none
     host: str
+    pid_namespace: int = 0  # in which the pid counts: containers of one machine have their own; 0: not known
 
     @property
     def exists(self) -> bool:
@@ -42,7 +43,7 @@ def identify(pid: int) -> ProcessIdentity:
         OSError: no file descriptor is left to look.
     """
     _, ticks = _read_state_and_start(pid) or ("", -1)
-    return ProcessIdentity(pid, ticks, boot_id(), socket.gethostname())
+    return ProcessIdentity(pid, ticks, boot_id(), socket.gethostname(), pid_namespace())
 
 
 def is_running(process: ProcessIdentity) -> bool:
@@ -51,7 +52,7 @@ def is_running(process: ProcessIdentity) -> bool:
     Raises:
         OSError: no file descriptor is left to look.
     """
-    if process.boot_id != boot_id():
+    if process.boot_id != boot_id() or _is_in_other_namespace(process):
         return False
     found = _read_state_and_start(process.pid)
     return found is not None and found[1] == process.started_ticks and found[0] not in ("Z", "X")
@@ -94,8 +95,24 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_on_other_host(process: ProcessIdentity) -> bool:
-    """Whether the process belongs to another machine, so that its state is unknown here."""
-    return process.boot_id != boot_id() and process.host != socket.gethostname()
+    """Whether the process belongs to another machine, or to another container, so that its state is unknown here."""
+    if process.boot_id == boot_id():
+        return _is_in_other_namespace(process)
+    return process.host != socket.gethostname()
+
+
+def _is_in_other_namespace(process: ProcessIdentity) -> bool:
+    return process.pid_namespace not in (0, pid_namespace())
+
+
+@functools.cache
+def pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return 0
 
 
 @functools.cache

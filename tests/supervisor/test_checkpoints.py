@@ -121,8 +121,8 @@ def test_ranks_that_saved_in_different_generations_do_not_make_a_checkpoint(worl
     assert "generation 1" in reason_of(world.written(1, generation=2))
 
 
-@pytest.mark.parametrize("num_written", range(5))
-def test_a_rank_that_dies_ends_the_save(world: Saving, num_written: int) -> None:
+@pytest.mark.parametrize("num_written", range(3))
+def test_a_rank_that_dies_before_it_has_written_ends_the_save(world: Saving, num_written: int) -> None:
     world.save()
     for rank in RANKS[:num_written]:
         world.written(rank)
@@ -130,6 +130,25 @@ def test_a_rank_that_dies_ends_the_save(world: Saving, num_written: int) -> None
     assert reason_of(effects) == "rank 2 was killed by SIGKILL"
     assert messages_of(effects, messages.DropCheckpoint)[0].ranks == (0, 1, 3)
     assert world.metadata_written() == []
+
+
+@pytest.mark.parametrize("num_written", [3, 4])
+def test_a_save_goes_on_without_a_rank_that_has_written_and_not_without_rank_0(world: Saving, num_written: int) -> None:
+    world.save()
+    for rank in RANKS[:num_written]:
+        world.written(rank)
+    assert not messages_of(world.kill(2), messages.CheckpointDiscarded)
+    for rank in RANKS[num_written:]:
+        world.written(rank)
+    assert reason_of(world.kill(0)) == "rank 0 was killed by SIGKILL"
+
+
+def test_a_call_that_ends_late_does_not_end_a_save_that_is_committed(world: Saving) -> None:
+    world.save()
+    world.all_written()
+    renaming = world.metadata_written()
+    assert not messages_of(world.finish("save", status="interrupted"), messages.CheckpointDiscarded)
+    assert messages_of(world.commit(renaming), messages.CheckpointCommitted)
 
 
 def test_a_rank_that_dies_while_the_folder_is_renamed_changes_nothing(world: Saving) -> None:

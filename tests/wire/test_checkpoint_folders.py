@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,7 @@ import pytest
 from meshbook.errors import CheckpointError
 from meshbook.wire import checkpoint_folders as folders
 from meshbook.wire.messages import CheckpointManifest, SavedFile, SavedName
-from meshbook.wire.processes import ProcessIdentity, identify
+from meshbook.wire.processes import ProcessIdentity, identify, is_on_other_host, is_running
 
 DATA = b"weights of a model"
 
@@ -92,6 +95,59 @@ def test_a_manifest_that_is_damaged_is_an_error(tmp_path: Path) -> None:
     (folder / folders.MANIFEST).write_bytes(b'{"format": 1, "step"')
     with pytest.raises(CheckpointError, match="cannot be read"):
         folders.find_checkpoint(tmp_path)
+
+
+def damage(folder: Path) -> None:
+    (folder / folders.MANIFEST).write_bytes(b'{"format": 7}')
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    damage(save(tmp_path, 700))
+    good = save(tmp_path, 800, call="a-2", at=2.0)
+    entries, problems = folders.scan(tmp_path)
+    assert [entry.folder for entry in entries] == [good]
+    assert [folder.name for folder in problems] == ["step-00000700"]
+    assert folders.find_checkpoint(tmp_path).folder == folders.find_checkpoint(tmp_path, 800).folder == good
+    with pytest.raises(CheckpointError, match="of format 7"):
+        folders.find_checkpoint(tmp_path, 700)
+
+
+def test_an_older_checkpoint_is_not_taken_for_the_last_one_which_cannot_be_read(tmp_path: Path) -> None:
+    save(tmp_path, 700)
+    damage(save(tmp_path, 800, call="a-2", at=2.0))
+    with pytest.raises(CheckpointError, match=r"of format 7.*the last one that can be read is step-00000700"):
+        folders.find_checkpoint(tmp_path)
+
+
+def test_a_replacement_has_the_folder_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that finish one replacement would move the new checkpoint away as if it were the old one."""
+    save(tmp_path, 800)
+    rename, num_looks = os.rename, 0
+
+    def look(source: Path, target: Path) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        with open_folder(tmp_path) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", look)
+    save(tmp_path, 800, call="a-2", at=2.0, overwrite=True)
+    assert num_looks == 3
+    rename(tmp_path / "step-00000800", tmp_path / "step-00000800.new")
+    folders.remove_leftovers(str(tmp_path), ())
+    assert num_looks > 3
+    with open_folder(tmp_path) as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_the_same_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
@@ -176,6 +232,15 @@ def test_left_overs_of_dead_processes_are_removed_and_those_of_living_ones_stay(
     folders.remove_leftovers(path, ["own-1"])
     there = [folder.exists() for folder in (dead, other, own, forgotten, committed)]
     assert there == [False, True, True, False, True]
+
+
+def test_a_save_of_another_container_is_not_taken_for_a_left_over(tmp_path: Path) -> None:
+    elsewhere = msgspec.structs.replace(identify(os.getpid()), pid=1 << 22, pid_namespace=1)
+    there = folders.begin(str(tmp_path), "other-1", 1, elsewhere, overwrite=False)
+    folders.remove_leftovers(str(tmp_path), ())
+    assert there.exists()
+    assert is_on_other_host(elsewhere)
+    assert not is_running(elsewhere)
 
 
 def test_a_rank_that_still_writes_cannot_put_a_file_into_a_discarded_folder(
