@@ -23,7 +23,7 @@ MIN_LOOP_S = 5.0
 # each other, so a healthy mesh can look deadlocked in between.
 STABLE_S = 1.0
 # Activities that do not by themselves explain why others wait for the rank.
-UNBLOCKED_KINDS = frozenset(("ended", "idle", "sleep", "compute"))
+UNBLOCKED_KINDS = frozenset(("ended", "idle", "sleep", "compute", "forming"))  # a group that all its members make
 
 
 class Evidence:

@@ -276,6 +276,14 @@ def test_of_a_group_that_waits_for_its_members_to_connect_only_these_are_named()
     assert "and rank 1 has ended" in finding.title
 
 
+def test_ranks_that_others_wait_for_while_they_connect_a_group_that_all_its_members_make():
+    making = frames_at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
+    pair = [running_rank(rank, *making, forming=(0, 1)) for rank in (0, 1)]
+    finding = only(*pair, waiting(2), waiting(3))
+    assert reported(finding) == ("missing-from-collective", (0, 1), (2, 3), 6)
+    assert "Ranks 0-1" in finding.title
+
+
 # ---- sends and receives
 
 

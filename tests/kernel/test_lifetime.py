@@ -158,7 +158,7 @@ def test_a_mesh_with_a_dead_rank_is_not_what_start_asks_for_and_one_without_livi
         assert "of its ranks 1 is gone. %mesh restart" in front.run("%mesh start -n 2").reply["evalue"]
         assert front.run("x").result == "0"
         front.run("os._exit(3)")
-        assert "%mesh heal starts new processes in their place" in front.run("x").reply["evalue"]
+        assert "%mesh heal puts new processes in their place" in front.run("x").reply["evalue"]
         assert "is ready, after" in front.run("%mesh start -n 2").stdout
         assert front.run("rank").result == "[0] 0\n[1] 1"
         assert all(map(has_exited, pids.values()))

@@ -639,7 +639,7 @@ def test_a_signal_that_ends_idle_ranks_is_named_by_the_next_operation_on_their_t
             os.kill(pids[rank], number)
             when(lambda rank=rank: rank in mesh.session.lost)
         with pytest.raises(
-            RankLost, match=r"%mesh heal gives them new processes .* says of which a part is gone"
+            RankLost, match=r"%mesh heal puts new processes in their place, .* says of which a part is gone"
         ) as raised:
             (x + 1).sum().item()
         for rank, name in ((0, "SIGALRM"), (1, "SIGUSR2"), (2, "SIGUSR1")):
