@@ -60,9 +60,9 @@ class LagDetector:
 
     def note_emitted(self, group: Sequence[SourceQueue], run: Sequence[str]) -> None:
         """Record which sources took part when entries were emitted."""
-        if len(group) < len(self._missed) and any(self._came_too_late(queue, run[0]) for queue in group):
-            self._patience_steps.pop(0)
-            self._patience_steps = self._patience_steps or [_PATIENCE_STEPS[0]]
+        if len(group) < len(self._missed):
+            for queue in group:
+                self._look_for_late(queue, run[0])
         if len(group) > 1:
             for queue in group:
                 self._missed[queue].clear()
@@ -78,15 +78,19 @@ class LagDetector:
         elif len(group) == sum(1 for queue in self._missed if len(queue)):
             self.is_aligned = True
 
-    def _came_too_late(self, queue: SourceQueue, entry: str) -> bool:
-        """Whether an entry of a source was emitted without it, with the present patience: more would have folded it."""
-        if (len(self._patience_steps) == 1 and self.patience == _PATIENCE_STEPS[0]) or not self._missed[queue]:
-            return False
+    def _look_for_late(self, queue: SourceQueue, entry: str) -> None:
+        """Look whether an entry of a source was emitted without it: more patience would have folded it."""
+        if not self._missed[queue]:
+            return
         key, numbers = self._templates(entry)
-        return any(
-            patience == self.patience and key == missed.key and (not numbers or _num_equal(numbers, missed.numbers))
-            for missed, patience in self._missed[queue]
-        )
+        for missed, patience in self._missed[queue]:
+            if key == missed.key and (not numbers or _num_equal(numbers, missed.numbers)):
+                self._note_late(patience)
+
+    def _note_late(self, patience: float) -> None:
+        """Record that a line came too late that was emitted without its source after so much patience."""
+        if patience == self.patience and (len(self._patience_steps) > 1 or patience != _PATIENCE_STEPS[0]):
+            self._patience_steps = self._patience_steps[1:] or [_PATIENCE_STEPS[0]]
 
     def _is_late(self, queue: SourceQueue, group: list[SourceQueue]) -> bool:
         """Whether a source's front belongs to a line emitted without it rather than to the others' fronts."""
@@ -94,8 +98,9 @@ class LagDetector:
         others = [self._templates(other.front).numbers for other in group if other is not queue]
         best = max((_num_equal(numbers, other) for other in others), default=-1)
         missed = self._missed[queue]
-        for index, (template, _) in enumerate(missed):
+        for index, (template, patience) in enumerate(missed):
             if template.key == key and _num_equal(numbers, template.numbers) > best:
+                self._note_late(patience)
                 for _ in range(index + 1):
                     missed.popleft()
                 return True

@@ -284,6 +284,20 @@ def test_a_rank_that_is_late_in_each_round_of_a_loop_is_waited_for_from_the_next
     assert shown[2 * num_split :] == [((0, 1), f"epoch {n} done") for n in range(num_split, 6)]
 
 
+def test_a_rank_that_is_late_is_waited_for_also_where_the_others_have_gone_on_with_its_line():
+    folder, shown, late = LineFolder(range(2)), [], 3.0 * MAX_AGE_S
+    for epoch in range(4):  # a barrier behind each line: rank 0 prints the next one when rank 1 has printed this
+        folder.feed(0, [out(f"epoch {epoch} done\n")], epoch * late)
+        folder.feed(1, [out(f"epoch {epoch - 1} done\n")] if epoch else [], epoch * late)
+        now = epoch * late
+        shown += folder.flush(now)
+        while (due := folder.next_deadline()) is not None and due < now + late:
+            shown += folder.flush(due)
+    folder.feed(1, [out("epoch 3 done\n")], 4 * late)
+    shown += folder.flush(4 * late, final=True)
+    assert [ranks for ranks, _ in said(shown)] == [(0,), (1,), (0, 1), (0, 1), (0, 1)]
+
+
 def test_a_rank_that_is_later_than_that_keeps_nobody_waiting():
     folder = LineFolder(range(2))
     for epoch in range(9):
