@@ -251,6 +251,22 @@ def table(path: str | os.PathLike[str]) -> Table:
     return Table(heading, columns, tuple(rows), tuple(problems.values()))
 
 
+def finish_saves(session: Session, what: str) -> None:
+    """Wait for this program's saves that are being written, and say so: what follows would end them.
+
+    Args:
+        what: follows, "the resize".
+
+    Raises:
+        KeyboardInterrupt: Stop, which ends the waiting; the saves go on.
+    """
+    opened = _open_saves(session).saves() if _KEY in session.extras else []
+    for save in opened:
+        if not save.done():
+            print(f"{what} waits for {save.label}, which is being written", flush=True)
+            save.wait_done()
+
+
 def wait_for_saves(session: Session) -> None:
     """Wait for this program's saves that are being written, for a minute at most: the mesh is about to be stopped."""
     if session.ended is not None or _KEY not in session.extras:

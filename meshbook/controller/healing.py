@@ -40,6 +40,7 @@ def heal(
     session.check_attached()
     broken = {rank.rank for rank in session.status().ranks if rank.problem}
     _end(session, session.living(tuple(sorted(broken.union(ranks)))))
+    checkpoints.finish_saves(session, "the heal")
     command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
     healed = run_to_its_end(session, command)
     saved = healed.checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshbook.controller.checkpoints import finish_saves
 from meshbook.controller.healed import Resized
 from meshbook.controller.healing import run_to_its_end
 from meshbook.controller.session import Session
@@ -29,6 +30,7 @@ def resize(session: Session, size: int | Mapping[str, int] | None, axes: Mapping
     if any(rank.device.startswith("cuda") for rank in session.info.ranks):
         num_hosts = 1 if session.info.spec is None else session.info.spec.num_hosts
         check_gpus(before.size, after.size, count_gpus() * num_hosts)
+    finish_saves(session, "the resize")
     command = messages.ResizeMesh(call=session.connection.next_call_id(), axes=after.axes)
     return Resized.of(run_to_its_end(session, command))
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +502,29 @@ def test_groups_that_are_formed_anew_end_the_save_and_the_one_before_stays(tmp_p
         assert mesh.restore(tmp_path / "run").step == 1
         assert save(mesh, tmp_path / "run", "x", step=2).generation == 2
         when(lambda: sorted(os.listdir(tmp_path / "run")) == ["step-00000001", "step-00000002"])
+
+
+@pytest.mark.parametrize("what", ["resize", "heal"])
+def test_a_resize_and_a_heal_wait_for_a_save_that_is_being_written(
+    what: str, tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with create_mesh(3) as mesh:
+        mesh.run(HOLD.format(wait=gate.wait) + "x = torch.ones(4)", echo=False)
+        opened = mesh.checkpoint(tmp_path / "run", "x")
+        said = ""
+
+        def is_waiting() -> bool:
+            nonlocal said
+            said += capsys.readouterr().out
+            return f"the {what} waits for the checkpoint" in said
+
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(lambda: mesh.resize(2) if what == "resize" else mesh.heal())
+            when(is_waiting)
+            assert not opened.done()
+            gate.open()
+            done.result(WAIT_S)
+        assert opened.result(WAIT_S).world_size == 3
 
 
 def test_a_save_is_committed_after_its_client_has_left(tmp_path: Path, gate: Gate) -> None:
