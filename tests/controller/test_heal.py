@@ -431,6 +431,37 @@ def test_a_module_gets_its_extra_state_and_attributes_and_a_group_without_member
     assert values(trio, "'alone' in globals()")[1] is False
 
 
+HOLDERS = """
+from torch.utils.data import DataLoader, IterableDataset
+class Stream(IterableDataset):
+    def __init__(self): self.epoch, self.seed = torch.zeros(1).share_memory_(), 0
+    def set_epoch(self, epoch): self.epoch[0] = epoch
+    def __iter__(self):
+        for i in range(4): yield 100 * int(self.epoch) + i
+class Trainer:
+    def __init__(self, cfg): self.cfg, self.lock = cfg, __import__('threading').Lock()
+stream, cfg, names, weight = Stream(), {'lr': 0.1}, ['a'], torch.ones(3, requires_grad=True)
+loader = DataLoader(stream, batch_size=2, num_workers=1, persistent_workers=True)
+trainer, opt = Trainer(cfg), torch.optim.SGD([weight], lr=1.0)
+list(loader)
+"""
+
+
+def test_what_holds_an_object_that_a_setup_cell_has_built_has_its_contents_too(trio: Mesh) -> None:
+    trio.run(HOLDERS, setup=True, echo=False)
+    trio.run("stream.set_epoch(1); stream.seed = 5; cfg['lr'] = 0.05; names.append('b')", echo=False)
+    trio.run("weight.sum().backward(); opt.step()", echo=False)
+    kill(trio, 1)
+    trio.heal()
+    trio.run("stream.set_epoch(int(stream.epoch) + 1)", echo=False)
+    found = values(trio, "[b.tolist() for b in loader], stream.seed, trainer.cfg, names, weight.tolist()")
+    assert found == dict.fromkeys(range(3), ([[200, 201], [202, 203]], 5, {"lr": 0.05}, ["a", "b"], [0.0, 0.0, 0.0]))
+    held = (
+        "loader.dataset is stream, trainer.cfg is cfg, opt.param_groups[0]['params'][0] is weight, weight.requires_grad"
+    )
+    assert values(trio, held) == dict.fromkeys(range(3), (True,) * 4)
+
+
 def test_groups_and_meshes_of_the_users_own_work_again_without_touching_the_objects(trio: Mesh) -> None:
     trio.run(
         "pair = dist.new_group([0, 1])\nends = dist.new_group([0, 2])\nthird = dist.new_group([2])\n"

@@ -197,7 +197,7 @@ class _Digester:
         """Add an object that is no more than its attributes."""
         if any("__slots__" in base.__dict__ and base.__dict__["__slots__"] for base in kind.__mro__):
             raise _NotComparable(kind.__name__)
-        if isinstance(value, (dict, list, set, str, bytes, int, float)) or not _is_made_of_attributes(kind):
+        if isinstance(value, (dict, list, set, str, bytes, int, float)) or not is_made_of_attributes(kind):
             raise _NotComparable(kind.__name__)
         self.add(kind, depth)
         self.add(vars(value), depth)
@@ -243,7 +243,7 @@ class _Digester:
         self.hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
 
-def _is_made_of_attributes(kind: type) -> bool:
+def is_made_of_attributes(kind: type) -> bool:
     """Whether instances of a class are Python objects with nothing in C beside their attributes.
 
     `random.Random` and `functools.partial` are larger than what refers to attributes and to weak references.

@@ -18,6 +18,7 @@ from meshbook.errors import TransferError, message_of
 from meshbook.rank.healing import random_states, transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names
+from meshbook.rank.healing.filling import Contents, is_fillable
 from meshbook.rank.healing.tensor_stores import rebuild_modules, share_tensors
 from meshbook.rank.object_states import load_state, state_of
 from meshbook.rank.objects import RankObjects
@@ -136,6 +137,8 @@ class _Sharing:
             elif held[name].kind == "state" and name in shared:
                 state = state_of(namespace[name], with_shards=self._with_shards, with_attributes=choice.with_attributes)
                 bundle[name] = _LoadableState(state)
+            elif held[name].kind == "value" and name in shared and is_fillable(namespace[name]):
+                bundle[name] = Contents(namespace[name])
             elif choice.slice_of_mesh:
                 bundle[name] = _SliceOfMesh(choice.slice_of_mesh)
             elif choice.groups:
@@ -161,6 +164,8 @@ class _Sharing:
                     random_states.set_random_state(name, value)
                 elif isinstance(value, _LoadableState):
                     load_state(namespace[name], value.state, with_shards=self._with_shards)
+                elif isinstance(value, Contents):
+                    namespace[name] = value.fill(namespace[name])
                 elif isinstance(value, _SliceOfMesh):
                     assert self._groups.mesh is not None  # they are formed
                     namespace[name] = self._groups.mesh[value.axes]

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshbook.errors import TransferError
 from meshbook.rank.healing.contents import has_state
+from meshbook.rank.healing.filling import is_fillable
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
 from meshbook.rank.process_groups.resized_world import axes_of
@@ -68,7 +69,7 @@ class References:
             if isinstance(value, torch.nn.Module):
                 for kind, fqn, part in _parts_of(value):
                     self._keys.setdefault(id(part), f"{kind}:{name}:{fqn}")
-            elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or has_state(value):
+            elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or has_state(value) or is_fillable(value):
                 self._keys.setdefault(id(value), f"name:{name}")
 
     def set_bundle(self, bundle: Mapping[str, Any]) -> None:
