@@ -112,6 +112,12 @@ def test_the_signal_of_a_rank_that_has_exited_changes_nothing(world: Preempted) 
     assert world.sigterm(1) == []
 
 
+def test_the_signal_of_a_rank_that_a_resize_has_sent_away_meanwhile_changes_nothing(world: Preempted) -> None:
+    first = world.host(messages.TerminationRequested(ranks=(3,)))
+    world.state._ranks.resize(3, hosts=(0,))
+    assert not messages_of(world.fire(first, "gathered"), messages.EndRanks)
+
+
 # ---- what is saved
 
 
