@@ -87,5 +87,5 @@ class CheckpointMethods(MeshInspection):
         """Return the committed checkpoints below `path` as a table, oldest first. Raises CheckpointError."""
         return checkpoints.table(path)
 
-    def _wait_for_saves(self) -> None:
-        checkpoints.wait_for_saves(self._session)
+    def _finish_saves(self) -> None:
+        checkpoints.finish_saves(self._session, f"the end of mesh {self._session.name}")

@@ -24,8 +24,6 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import checkpoint_folders, messages
 
 _KEY = "checkpoints"
-# Seconds that `Mesh.stop` waits for saves that are being written.
-_STOP_WAITS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -260,20 +258,11 @@ def finish_saves(session: Session, what: str) -> None:
     Raises:
         KeyboardInterrupt: Stop, which ends the waiting; the saves go on.
     """
-    opened = _open_saves(session).saves() if _KEY in session.extras else []
+    opened = _open_saves(session).saves() if session.ended is None and _KEY in session.extras else []
     for save in opened:
         if not save.done():
             print(f"{what} waits for {save.label}, which is being written", flush=True)
             save.wait_done()
-
-
-def wait_for_saves(session: Session) -> None:
-    """Wait for this program's saves that are being written, for a minute at most: the mesh is about to be stopped."""
-    if session.ended is not None or _KEY not in session.extras:
-        return
-    deadline = time.monotonic() + _STOP_WAITS_S
-    for opened in _open_saves(session).saves():
-        opened.wait_done(max(0.0, deadline - time.monotonic()))
 
 
 def _check_names(names: Sequence[Any]) -> None:

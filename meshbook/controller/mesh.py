@@ -475,9 +475,11 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         self._session.detach(orphan_ttl_s)
 
     def stop(self) -> None:
-        """Stop every rank and the supervisor, after checkpoints that are being written (up to a minute). Blocks."""
-        self._wait_for_saves()
-        self._session.stop()
+        """Stop every rank and the supervisor, after saves that are being written; Ctrl-C gives these up. Blocks."""
+        try:
+            self._finish_saves()
+        finally:
+            self._session.stop()
 
     def __enter__(self) -> Mesh:
         return self

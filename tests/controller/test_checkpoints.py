@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -504,11 +504,15 @@ def test_groups_that_are_formed_anew_end_the_save_and_the_one_before_stays(tmp_p
         when(lambda: sorted(os.listdir(tmp_path / "run")) == ["step-00000001", "step-00000002"])
 
 
-@pytest.mark.parametrize("what", ["resize", "heal"])
-def test_a_resize_and_a_heal_wait_for_a_save_that_is_being_written(
-    what: str, tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("what", "begin"), [
+    ("the resize", lambda mesh: mesh.resize(2)),
+    ("the heal", lambda mesh: mesh.heal()),
+    ("the end of mesh saving", lambda mesh: mesh.stop()),
+])  # fmt: skip
+def test_what_would_end_a_save_that_is_being_written_waits_for_it(
+    what: str, begin: Callable[[Mesh], object], tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with create_mesh(3) as mesh:
+    with create_mesh(3, name="saving") as mesh:
         mesh.run(HOLD.format(wait=gate.wait) + "x = torch.ones(4)", echo=False)
         opened = mesh.checkpoint(tmp_path / "run", "x")
         said = ""
@@ -516,10 +520,10 @@ def test_a_resize_and_a_heal_wait_for_a_save_that_is_being_written(
         def is_waiting() -> bool:
             nonlocal said
             said += capsys.readouterr().out
-            return f"the {what} waits for the checkpoint" in said
+            return f"{what} waits for the checkpoint" in said
 
         with ThreadPoolExecutor(1) as threads:
-            done = threads.submit(lambda: mesh.resize(2) if what == "resize" else mesh.heal())
+            done = threads.submit(begin, mesh)
             when(is_waiting)
             assert not opened.done()
             gate.open()
