@@ -24,6 +24,8 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import checkpoint_folders, messages
 
 _KEY = "checkpoints"
+# Seconds between two looks whether the supervisor, which reports the end of a save, answers.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ def table(path: str | os.PathLike[str]) -> Table:
 def finish_saves(session: Session, what: str) -> None:
     """Wait for this program's saves that are being written, and say so: what follows would end them.
 
+    Not for a supervisor that does not answer.
+
     Args:
         what: follows, "the resize".
 
@@ -262,7 +266,8 @@ def finish_saves(session: Session, what: str) -> None:
     for save in opened:
         if not save.done():
             print(f"{what} waits for {save.label}, which is being written", flush=True)
-            save.wait_done()
+            while not save.wait_done(_LOOK_S) and not session.connection.silent:
+                pass
 
 
 def _check_names(names: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import time
@@ -14,7 +15,7 @@ from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.console import Prompter
 from meshbook.controller.debugging import DebuggerPrompt
-from meshbook.controller.input_questions import InputQuestions
+from meshbook.controller.input_questions import InputQuestions, Question
 from meshbook.controller.pending_requests import stuck_notice
 from meshbook.controller.sigint import SigintLatch
 from meshbook.controller.stop_presses import StopPresses
@@ -211,6 +212,8 @@ class ForegroundCalls:
                             self._reply(item, text)
                     else:
                         waiting.debugger.add(item.rank, item.stop, time.monotonic())
+                elif isinstance(item, Question):
+                    waiting.questions.forget(item)
                 elif isinstance(item, messages.RanksStuck):
                     if self.was_interrupted(command.call):
                         raise self._abandon(command, future, item.ranks, item.reason)
@@ -242,13 +245,12 @@ class ForegroundCalls:
         question, text = waiting.questions.pop(), None
         try:
             if waiting.on_input is not None and not self.was_interrupted(waiting.command.call):
-                with waiting.sigint.handler_restored():
+                with waiting.sigint.handler_restored(), contextlib.suppress(EOFError):
                     text = waiting.on_input(f"[{name_ranks(question.ranks)}] {question.prompt}", question.password)
-        except EOFError:
-            pass
         except KeyboardInterrupt:
             self.interrupt()
         waiting.questions.answered(question, text)
+        waiting.inbox.put(question)  # behind what ranks have asked until now
         for request in question.requests.values():
             self._reply(request, text)
 
@@ -302,8 +304,7 @@ class ForegroundCalls:
         return error
 
     def _silence_changed(self, silent: bool) -> None:
-        inbox = self._inbox
-        if inbox is not None:
+        if (inbox := self._inbox) is not None:
             inbox.put(_SilenceChanged(silent))
 
     def _silence_notice(self, silence: _SilenceChanged, ranks: Ranks) -> messages.RankDisplay:

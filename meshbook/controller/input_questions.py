@@ -5,7 +5,6 @@ Pure: the time is passed in as seconds; the caller asks and sends.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from meshbook.ids import Ranks
@@ -17,16 +16,10 @@ _PATIENCE_S = 0.15
 
 @dataclass
 class Question:
-    """A question of one rank or several.
-
-    Attributes:
-        number: how many equal questions each of these ranks has asked before.
-        requests: by rank.
-    """
+    """A question of one rank or several; `requests` are by rank."""
 
     prompt: str
     password: bool
-    number: int
     requests: dict[int, InputRequest] = field(default_factory=dict)
 
     @property
@@ -35,30 +28,20 @@ class Question:
 
 
 class InputQuestions:
-    """The questions of one call. A rank that comes later to a question that was answered gets that answer."""
+    """The questions of one call. An answer is for the ranks that have asked when it is given, and for no later ones."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._open: list[Question] = []  # oldest first
+        self._open: dict[tuple[str, bool], Question] = {}  # oldest first
+        self._answers: dict[tuple[str, bool], str] = {}  # given, while requests from before are still read
         self._due_at = 0.0
-        self._answers: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
-        self._num_asked: defaultdict[tuple[int, str, bool], int] = defaultdict(int)
 
     def add(self, request: InputRequest, now: float) -> str | None:
-        """Record a rank's question; return the answer to it if it has been answered already."""
-        prompt, password, rank = request.prompt, request.password, request.rank
-        number = self._num_asked[rank, prompt, password]
-        self._num_asked[rank, prompt, password] += 1
-        answers = self._answers[prompt, password]
-        if number < len(answers):
-            return answers[number]
-        for question in self._open:
-            if (question.prompt, question.password, question.number) == (prompt, password, number):
-                break
-        else:
-            question = Question(prompt, password, number)
-            self._open.append(question)
-        question.requests[rank] = request
+        """Record a rank's question; return the answer to it if it has been answered meanwhile."""
+        key = request.prompt, request.password
+        if key in self._answers:
+            return self._answers[key]
+        self._open.setdefault(key, Question(*key)).requests[request.rank] = request
         self._due_at = now + _PATIENCE_S
         return None
 
@@ -66,14 +49,18 @@ class InputQuestions:
         """Return how long the oldest question is to wait for other ranks; None: there is none."""
         if not self._open:
             return None
-        has_all = sum(len(question.requests) for question in self._open) >= len(self._ranks)
+        has_all = sum(len(question.requests) for question in self._open.values()) >= len(self._ranks)
         return 0.0 if has_all else max(0.0, self._due_at - now)
 
     def pop(self) -> Question:
         """Return the oldest question, which is then no longer open."""
-        return self._open.pop(0)
+        return self._open.pop(next(iter(self._open)))
 
     def answered(self, question: Question, text: str | None) -> None:
-        """Keep the answer for the ranks that have not come to this question; None: there is none."""
+        """Keep the answer for ranks that have asked the same meanwhile; None: there is none."""
         if text is not None:
-            self._answers[question.prompt, question.password].append(text)
+            self._answers[question.prompt, question.password] = text
+
+    def forget(self, question: Question) -> None:
+        """Forget the answer: what ranks asked before it was given has been read."""
+        self._answers.pop((question.prompt, question.password), None)

@@ -59,7 +59,8 @@ def run_with_timeout(session: Session, command: Any, console: Console, timeout_s
         raise  # it had ended when the Stop came to the ranks
 
 
-def _heal_advice(session: Session, lost: Ranks) -> str:
+def heal_advice_for(session: Session, lost: Ranks) -> str:
+    """Return what %mesh heal does about these lost ranks."""
     return heal_advice(len(lost), (rank.heals_when for rank in session.info.ranks if rank.rank in lost))
 
 
@@ -73,14 +74,14 @@ def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
     if chosen is None:
         if not living:
             raise RankLost(
-                f"of ranks {format_ranks(own)} of {session.name!r} none is left; {_heal_advice(session, own)}",
+                f"of ranks {format_ranks(own)} of {session.name!r} none is left; {heal_advice_for(session, own)}",
                 ranks=own,
             )
         return tuple(sorted(living))
     if lost := tuple(rank for rank in chosen if rank in session.lost):
         raise RankLost(
             f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
-            f"Living: {format_ranks(living)}. {_heal_advice(session, lost)}",
+            f"Living: {format_ranks(living)}. {heal_advice_for(session, lost)}",
             ranks=lost,
             survivors=living,
         )

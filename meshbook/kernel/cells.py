@@ -19,6 +19,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.past_cells import end_items
 from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.running import heal_advice_for
 from meshbook.controller.session import Session
 from meshbook.errors import CellError, CellInterrupted, MeshbookError, NotAttached, RankLost
 from meshbook.ids import Ranks, format_ranks, name_ranks
@@ -208,10 +209,8 @@ class CellRunner:
                 who = f"rank {rank.rank} (pid {rank.pid} on {rank.host})"
                 output.note(f"{who} {rank.exit} while no cell ran; the others go on")
         if lost and not news:
-            output.note(
-                f"on {name_ranks(ranks)}: {name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost; %mesh heal "
-                f"replaces {'it' if len(lost) == 1 else 'them'}"
-            )
+            are_lost = f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+            output.note(f"on {name_ranks(ranks)}: {are_lost}; {heal_advice_for(session, lost)}")
         for other in self.running_in_background(session, ranks):
             output.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
         for abandoned in list(session.foreground.abandoned.values()):

@@ -40,12 +40,14 @@ LOCAL_CELL_MAGICS = frozenset(
     ["mesh", "code_wrap", "writefile", "file", "html", "HTML", "svg", "SVG", "latex", "markdown", "javascript", "js"]
 )
 
+_INSTALLERS = ("pip", "uv", "conda", "mamba", "micromamba")
+
 # Line magics that run in this process.
 LOCAL_LINE_MAGICS = frozenset([
     "mesh", "autosave", "clear", "connect_info", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff",
     "logon", "logstart", "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page",
     "pastebin", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
-    "conda", "mamba", "micromamba", "pip", "uv",
+    *_INSTALLERS,
 ])  # fmt: skip
 
 # Line magics that set something in the shell: they run here first and then, with the rest of the cell, on the ranks.
@@ -57,8 +59,6 @@ BOTH_LINE_MAGICS = frozenset([
 
 # Extensions that are loaded in this process only.
 LOCAL_EXTENSIONS = frozenset({"meshbook", "tensorboard"})
-
-_INSTALLERS = ("pip", "uv", "conda", "mamba", "micromamba")
 
 _MAGIC = re.compile(r"%(?P<name>[A-Za-z_]\w*)(?P<rest>.*)")
 _CELL_MAGIC = re.compile(r"%%(?P<name>\S+)")

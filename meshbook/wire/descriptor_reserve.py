@@ -41,7 +41,7 @@ class DescriptorReserve:
         with contextlib.suppress(OSError):
             while len(self._held) < _NUM_RESERVED:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        if len(self._held) < _NUM_RESERVED or not _are_some_left():
+        if len(self._held) < _NUM_RESERVED or not _are_some_left(self._held[0]):
             for descriptor in self._held:
                 os.close(descriptor)
             self._held = []
@@ -50,10 +50,10 @@ class DescriptorReserve:
         return not self._held
 
 
-def _are_some_left() -> bool:
+def _are_some_left(held: int) -> bool:
     opened: list[int] = []
     try:
-        opened += (os.dup(0) for _ in range(_NUM_FREE_MIN))
+        opened += (os.dup(held) for _ in range(_NUM_FREE_MIN))
     except OSError:
         return False
     finally:

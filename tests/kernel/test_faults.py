@@ -62,7 +62,7 @@ def test_a_rank_that_died_between_cells_is_named_with_the_next_one_and_missed_in
     assert f"rank 1 (pid {pid}" in cell.notes
     assert "while no cell ran" in cell.notes
     assert cell.result == "0"
-    assert front.run("x").notes == "on rank 0: rank 1 is lost; %mesh heal replaces it"
+    assert front.run("x").notes == "on rank 0: rank 1 is lost; %mesh heal puts a new process in its place"
     assert front.run("%%mesh --ranks 0\nx").notes == ""
 
 

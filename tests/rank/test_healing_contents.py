@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshbook.rank.healing.contents import describe
+from meshbook.rank.healing.filling import is_fillable
 from meshbook.rank.object_states import load_state, state_of
 
 
@@ -62,6 +63,17 @@ def test_equal_contents_have_equal_digests_and_others_do_not(make: Callable[[int
 @pytest.mark.parametrize("value", [random.Random(1), functools.partial(print, 1), [functools.partial(print, 1)]])
 def test_what_cannot_be_seen_into_has_no_digest(value: Any) -> None:
     assert describe(value).digest is None
+
+
+class Slotted(Holder):
+    __slots__ = ("hidden",)
+
+
+def test_what_has_more_than_attributes_is_replaced_and_not_filled() -> None:
+    for value in (Slotted(1), random.Random(1), functools.partial(print), nn.Linear(1, 1), Holder):
+        assert not is_fillable(value)
+    for value in (Holder(1), {"a": 1}, [1], {1}, torch.ones(1)):
+        assert is_fillable(value)
 
 
 def test_a_module_is_compared_by_its_parameters_and_beside_them_by_extra_state_and_attributes() -> None:

@@ -195,8 +195,6 @@ class _Digester:
 
     def _add_attributes(self, value: Any, kind: type, depth: int) -> None:
         """Add an object that is no more than its attributes."""
-        if any("__slots__" in base.__dict__ and base.__dict__["__slots__"] for base in kind.__mro__):
-            raise _NotComparable(kind.__name__)
         if isinstance(value, (dict, list, set, str, bytes, int, float)) or not is_made_of_attributes(kind):
             raise _NotComparable(kind.__name__)
         self.add(kind, depth)
@@ -248,5 +246,6 @@ def is_made_of_attributes(kind: type) -> bool:
 
     `random.Random` and `functools.partial` are larger than what refers to attributes and to weak references.
     """
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     is_small = kind.__basicsize__ <= object.__basicsize__ + 2 * _POINTER_BYTES and not kind.__itemsize__
-    return is_small and all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)
+    return not has_slots and is_small and all(base.__flags__ & _HEAP_TYPE or base is object for base in kind.__mro__)
