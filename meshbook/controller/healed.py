@@ -25,7 +25,9 @@ class Healed:
         num_defined: other cells whose imports and definitions they ran.
         failed: cells that could not be replayed, and why.
         restored: by new rank, names and the ranks that their values came from.
-        missing: by new rank, names that others have and it has not, and why.
+        missing: by new rank, names that others have and it has not, or not as they have them, and why.
+        kept: by new rank, names that it has as its setup cells made them, and why.
+        alike: names that `mesh.heal(copy=...)` copies: the others hold them alike, which is no proof.
         checkpoint: folder of the last checkpoint of this mesh that has such names; None: there is none.
         restored_from: folder of the checkpoint that all ranks were then restored to; None: they were not.
     """
@@ -38,6 +40,8 @@ class Healed:
     restored: dict[int, dict[str, int]]
     missing: dict[int, dict[str, str]]
     text: str
+    kept: dict[int, dict[str, str]] = field(default_factory=dict)
+    alike: tuple[str, ...] = ()
     checkpoint: str | None = None
     restored_from: str | None = None
 
@@ -54,6 +58,8 @@ class Healed:
                 rank: {name: source for name, (source, _) in found.items()} for rank, found in healed.restored.items()
             },
             missing=dict(healed.missing),
+            kept=dict(healed.kept),
+            alike=healed.alike,
             text=_describe(healed, has_checkpoint=has_checkpoint),
             checkpoint=healed.checkpoint.folder if healed.checkpoint is not None else None,
         )
@@ -67,7 +73,7 @@ class Healed:
         """Return the same after all ranks were restored to a checkpoint that has these names."""
         loaded = set(names)
         missing = {
-            rank: {name: why for name, why in of_rank.items() if name not in loaded}
+            rank: {name: why for name, why in of_rank.items() if name.partition(".")[0] not in loaded}
             for rank, of_rank in self.missing.items()
         }
         text = f"{self.text}\nrestored on all ranks from {folder}: {_names(sorted(loaded))}"
@@ -143,6 +149,9 @@ def _describe_resized(healed: messages.MeshHealed, resized: messages.ResizeChang
 def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
     if healed.resized is not None:
         return _describe_resized(healed, healed.resized)
+    if healed.copied_to:
+        parts = _describe_restored(healed.restored) or ["nothing was copied"]
+        return "\n".join([f"{' · '.join(parts)}, copied to {name_ranks(healed.copied_to)}", *_describe_lacking(healed)])
     if not healed.ranks:
         took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
         every = f"all {len(healed.info.ranks)} ranks are alive"
@@ -168,7 +177,7 @@ def _describe_new(healed: messages.MeshHealed, parts: list[str]) -> list[str]:
         lines.append(
             "all ranks were lost: names have what these cells gave them, and not what later cells made of them"
         )
-    return lines + _describe_missing(healed.missing)
+    return lines + _describe_lacking(healed)
 
 
 def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) -> list[str]:
@@ -187,19 +196,33 @@ def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) ->
     ]
 
 
-def _describe_missing(missing: Mapping[int, Mapping[str, str]]) -> list[str]:
+def _describe_lacking(healed: messages.MeshHealed) -> list[str]:
+    absent = {
+        rank: {name: why for name, why in found.items() if name not in healed.kept.get(rank, {})}
+        for rank, found in healed.missing.items()
+    }
+    lines = _describe_names(absent, "not on", "missing")
+    lines += _describe_names(healed.kept, "as setup cells made it on", "kept")
+    if healed.alike:
+        lines.append(
+            f"flags and counters may differ by rank; if these do not: %mesh heal --copy {' '.join(healed.alike)}"
+        )
+    return lines
+
+
+def _describe_names(names: Mapping[int, Mapping[str, str]], what: str, attribute: str) -> list[str]:
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, found in missing.items():
+    for rank, found in names.items():
         for name, why in found.items():
             ranks_of[name, why].append(rank)
     names_of: dict[tuple[str, Ranks], list[str]] = defaultdict(list)
     for (name, why), ranks in ranks_of.items():
         names_of[why, tuple(ranks)].append(name)
     lines = []
-    for (why, without), names in list(names_of.items())[:_MAX_REASONS_SHOWN]:
-        lines.append(f"not on {name_ranks(without)}: {_names(names)} ({why})")
+    for (why, on), of_reason in list(names_of.items())[:_MAX_REASONS_SHOWN]:
+        lines.append(f"{what} {name_ranks(on)}: {_names(of_reason)} ({why})")
     if len(names_of) > _MAX_REASONS_SHOWN:
-        lines.append("... and more: mesh.heal() returns all of it as .missing")
+        lines.append(f"... and more: mesh.heal() returns all of it as .{attribute}")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from meshbook.controller import checkpoints
 from meshbook.controller.call_errors import render_error
 from meshbook.controller.healed import Healed
 from meshbook.controller.session import Session
-from meshbook.errors import CellInterrupted, HealError, MeshbookError
+from meshbook.errors import CellInterrupted, HealError, MeshbookError, UsageError
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import checkpoint_folders, messages, stop_timing
 
@@ -29,24 +30,38 @@ def heal(
     *,
     replay: bool = True,
     share: bool = True,
+    copy: bool | str | Sequence[str] = False,
     restore: bool | str | os.PathLike[str] = False,
 ) -> Healed:
     """Replace the ranks that have exited, that cannot use their GPU any more, and these; see `Mesh.heal`. Blocks.
 
     Raises:
+        UsageError: what is to be copied is no name.
         HealError: a cell runs, or the attempt failed; the message says what to do.
         CellInterrupted: as `run_to_its_end`.
     """
     session.check_attached()
+    names = _names_to_copy(copy)
     broken = {rank.rank for rank in session.status().ranks if rank.problem}
     _end(session, session.living(tuple(sorted(broken.union(ranks)))))
     checkpoints.finish_saves(session, "the heal")
-    command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share)
+    command = messages.HealMesh(call=session.connection.next_call_id(), replay=replay, share=share, copy=names)
     healed = run_to_its_end(session, command)
     saved = healed.checkpoint
     has_checkpoint = saved is not None and os.path.exists(os.path.join(saved.folder, checkpoint_folders.MANIFEST))
     found = Healed.of(healed, has_checkpoint=has_checkpoint)
     return found if restore is False else _restore(session, found, restore)
+
+
+def _names_to_copy(copy: bool | str | Sequence[str]) -> tuple[str, ...] | None:
+    """Return the names of objects in what the user has written: of `net.tau` it is `net`. None: all."""
+    if isinstance(copy, bool):
+        return None if copy else ()
+    parts = copy.replace(",", " ").split() if isinstance(copy, str) else copy
+    names = dict.fromkeys(part.partition(".")[0] for part in parts)
+    if not names or not all(map(str.isidentifier, names)):
+        raise UsageError(f"copy={copy!r}: which names? Write it like copy='step losses'; True: all that are alike")
+    return tuple(names)
 
 
 def _end(session: Session, ranks: Ranks) -> None:
@@ -127,16 +142,19 @@ def _restore(session: Session, healed: Healed, path: bool | str | os.PathLike[st
     raise HealError(f"{healed.text}\nThe ranks are healed, and nothing was restored: {why}")
 
 
-def heal_mesh(mesh: Any) -> Any:
+def heal_mesh(mesh: Any, *, copy: bool | str | Sequence[str] = False) -> Any:
     """Heal a mesh after a rank was lost, print what came of it, and return the mesh.
 
     For a loop that catches `DeviceMeshError` (`meshbook.RankLost`) and runs the failed batch again:
 
         except DeviceMeshError:
-            mesh = meshbook.heal_mesh(mesh)
+            mesh = meshbook.heal_mesh(mesh, copy="step")
+
+    Args:
+        copy: names that are the same on all ranks, as for `Mesh.heal`.
 
     Raises:
         HealError: as `Mesh.heal`.
     """
-    print(mesh.heal())
+    print(mesh.heal(copy=copy))
     return mesh

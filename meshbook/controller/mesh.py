@@ -388,6 +388,7 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         *,
         replay: bool = True,
         share: bool = True,
+        copy: bool | str | Sequence[str] = False,
         restore: bool | str | os.PathLike[str] = False,
     ) -> Healed:
         """Put new processes in the place of ranks that have exited; the other ranks keep all they have. Blocks.
@@ -395,13 +396,14 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         A rank whose CUDA context is dead is replaced too (a device-side assert, an illegal memory access).
 
         A new process runs the setup cells (`%%mesh --setup`, `run(..., setup=True)`), and the imports and definitions
-        of other cells. Then it gets what the other ranks hold, where they show that the lost rank held the same: values
-        that are equal on all of them, or on the ranks of an axis. Every process group works again.
+        of other cells. Then it gets what is proven to be what the lost rank held: replicas (DDP models, DTensors, their
+        optimizers), and models, optimizers and tensors that two or more others hold alike. The rest is listed.
 
         Args:
             ranks: replaced too, although they live.
             replay: run those cells.
             share: copy what the others hold.
+            copy: names of what else to copy, where the others hold it alike; True: all. Also later, without a loss.
             restore: if something could not be had, bring all ranks back to the last checkpoint of this mesh that has
                 it; or to the one in this folder.
 
@@ -412,15 +414,14 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
             HealError: a cell runs, or the attempt failed, or the restore did. Living ranks keep what they hold.
             CellInterrupted: Stop was pressed; the message says whether the ranks are healed, or still being healed.
         """
-        return healing.heal(
-            self._session, () if ranks == () else self._parse_ranks(ranks), replay=replay, share=share, restore=restore
-        )
+        options: dict[str, Any] = {"replay": replay, "share": share, "copy": copy, "restore": restore}
+        return healing.heal(self._session, () if ranks == () else self._parse_ranks(ranks), **options)
 
     def resize(self, size: int | Mapping[str, int] | None = None, /, **axes: int) -> Resized:
         """Change the number of ranks: `resize(6)`, or by axes, `resize(dp=3)`. Blocks.
 
-        Ranks above the new number end; new ones join, with what cells define and what the others hold equally, as after
-        `heal`. The others keep all they have: DDP models, optimizers and process groups go on over the new number.
+        Ranks above the new number end; new ones join, with what cells define and all that the others hold alike.
+        The others keep all they have: DDP models, optimizers and process groups go on over the new number.
         Ranks that were lost are replaced, if they stay. `world_size` and `mesh` change on every rank. See
         docs/resize.md for what happens to batches and the learning rate (nothing).
 

@@ -287,9 +287,9 @@ def _in_background(future: Future[Any], act: Callable[[], Any]) -> None:
     threading.Thread(target=run, name="meshbook-start", daemon=True).start()
 
 
-def _heal(caller: Caller, asked: parameters.OfMesh) -> Answer:
+def _heal(caller: Caller, asked: parameters.MeshToHeal) -> Answer:
     """Puts new processes in the place of ranks that have exited; the others keep all they have."""
-    healed = caller.joined(asked).heal()
+    healed = caller.joined(asked).heal(copy=asked.copy or False)
     return {
         "new_ranks": format_ranks(healed.ranks),
         "seconds": round(healed.seconds, 2),
@@ -348,7 +348,7 @@ OPERATIONS = {
         Operation("run", "run", parameters.CellToRun, _run, "POST", "/meshes/{mesh}/run"),
         Operation("interrupt", "run", parameters.ToInterrupt, _interrupt, "POST", "/meshes/{mesh}/interrupt"),
         Operation("start", "manage", parameters.MeshToStart, _start, "POST", "/meshes"),
-        Operation("heal", "manage", parameters.OfMesh, _heal, "POST", "/meshes/{mesh}/heal"),
+        Operation("heal", "manage", parameters.MeshToHeal, _heal, "POST", "/meshes/{mesh}/heal"),
         Operation("stop", "manage", parameters.OfMesh, _stop, "DELETE", "/meshes/{mesh}"),
     )
 }

@@ -85,6 +85,15 @@ class ToInterrupt(OfMesh, frozen=True, forbid_unknown_fields=True):
     ranks: Annotated[str | None, Meta(description='whatever these ranks run: "0,2-3", "dp=0" or "all"')] = None
 
 
+class MeshToHeal(OfMesh, frozen=True, forbid_unknown_fields=True):
+    """What to copy, beside what is proven."""
+
+    copy: Annotated[
+        list[str],
+        Meta(description="names that are the same on all ranks, as the last heal lists them; also after it"),
+    ] = []
+
+
 class MeshToStart(Struct, frozen=True, forbid_unknown_fields=True):
     """A new mesh. Without ranks and axes: one rank per visible GPU, else 2 to 4 by cores."""
 

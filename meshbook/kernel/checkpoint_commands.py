@@ -47,7 +47,8 @@ def heal(mesh: Mesh, options: argparse.Namespace) -> None:
     """Heal, and say what came of it."""
     restore = options.restore
     ranks = " ".join(options.ranks)
-    print(mesh.heal(ranks or (), replay=not options.no_replay, share=not options.no_share, restore=restore))
+    copy = False if options.copy is None else ",".join(options.copy) or True
+    print(mesh.heal(ranks or (), replay=not options.no_replay, share=not options.no_share, copy=copy, restore=restore))
 
 
 def _plan_preemption(mesh: Mesh, options: argparse.Namespace) -> None:

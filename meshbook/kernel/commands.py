@@ -376,17 +376,19 @@ COMMANDS = {
     "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
     "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
     "heal": MagicCommand(
-        "%mesh heal [RANKS] [--no-replay] [--no-share] [--restore [PATH]]",
+        "%mesh heal [RANKS] [--copy [NAME ...]] [--no-replay] [--no-share] [--restore [PATH]]",
         "Fresh processes in place of dead ranks; the others keep what they hold.",
         lambda notebook, options: checkpoints.heal(mesh_named(notebook), options),
         (
             _RANKS,
+            _argument("--copy", nargs="*", metavar="NAME"),
             _argument("--no-replay", action="store_true"),
             _argument("--no-share", action="store_true"),
             _argument("--restore", nargs="?", const=True, default=False),
         ),
-        "They run the setup cells, and the imports and definitions of other cells, and get what the others hold "
-        "equally. RANKS: these are replaced too, although they live. --no-replay: run no cells. --no-share: copy "
+        "They run the setup cells, and the imports and definitions of other cells, and get what is proven "
+        "to be what they held. RANKS: these are replaced too, although they live. --copy: also these names (a,b), or "
+        "all, that the others hold alike; also later. --no-replay: run no cells. --no-share: copy "
         "nothing. --restore: where something is missing, all ranks go back to the last checkpoint that has it, or to "
         "that in PATH.",
     ),

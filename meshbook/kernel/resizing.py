@@ -20,7 +20,7 @@ def resize_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
         lambda notebook, options: resize(mesh_of(notebook), options),
         (argument("size", nargs="*"),),
         "New ranks run the setup cells, and the imports and definitions of other cells, and get what the others hold "
-        "equally. The highest ranks leave.",
+        "alike. The highest ranks leave.",
         complete=lambda notebook: [f"{name}=" for name in notebook.mesh.axes] if notebook.mesh is not None else (),
     )
 

@@ -297,8 +297,9 @@ class Executor:
         groups = self._groups.process_groups
         assert groups is not None  # ranks without groups are not asked
         names, objects, solo = self._shell.user_names(), self._objects, self._groups.solo
-        share = lambda: share_state(command, self._rank, self._shell.user_ns, names, groups, objects, solo)  # noqa: E731
-        shared = self._runner.call(share)
+        recorded = self._elastic_runs.replicas(self._rank) if self._elastic_runs is not None else {}
+        parts = command, self._rank, self._shell.user_ns, names, groups, objects, recorded, solo
+        shared = self._runner.call(lambda: share_state(*parts))
         if shared.status != "ok":
             return Outcome(status=shared.status, error=shared.error)
         bound = tuple(shared.result["restored"])

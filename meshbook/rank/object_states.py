@@ -19,12 +19,11 @@ from meshbook.rank.previews.digests import PLAIN_TYPES
 _OWN_ATTRIBUTES = vars(torch.nn.Module()).keys() - {"training"}
 
 
-def state_of(value: Any, *, with_shards: bool = True, with_attributes: bool = True) -> Any:
+def state_of(value: Any, *, with_shards: bool = True) -> Any:
     """Return the state of a module, or of an object with `state_dict`. The tensors are its own memory, not copies.
 
     Args:
         with_shards: DTensors of a module are part of it.
-        with_attributes: so are its attributes; its modes are in any case.
     """
     if not isinstance(value, torch.nn.Module):
         return value.state_dict()
@@ -33,10 +32,7 @@ def state_of(value: Any, *, with_shards: bool = True, with_attributes: bool = Tr
         for kind, name, tensor in tensors_of(value)
         if with_shards or not isinstance(tensor, DTensor)
     }
-    attributes = attributes_of(value)
-    if not with_attributes:
-        attributes = {name: {"training": found["training"]} for name, found in attributes.items()}
-    return {"tensors": tensors, "attributes": attributes, "extra": extra_states_of(value)}
+    return {"tensors": tensors, "attributes": attributes_of(value), "extra": extra_states_of(value)}
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -80,8 +76,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def load_state(value: Any, state: Any, *, with_shards: bool = True) -> None:
+def load_state(value: Any, state: Any, *, with_shards: bool = True, with_attributes: bool = True) -> None:
     """Load a state, which `state_of` has returned for the same `with_shards`.
+
+    Args:
+        with_attributes: those of a module too; its modes (`training`) are loaded in any case.
 
     Raises ValueError, before anything is changed, if a module has another structure.
     """
@@ -102,7 +101,10 @@ def load_state(value: Any, state: Any, *, with_shards: bool = True) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(sent[name])
-    load_attributes(value, state["attributes"], state["extra"])
+    attributes = state["attributes"]
+    if not with_attributes:
+        attributes = {name: {"training": found["training"]} for name, found in attributes.items()}
+    load_attributes(value, attributes, state["extra"])
 
 
 def load_attributes(module: torch.nn.Module, attributes: dict[str, dict[str, Any]], extra: dict[str, Any]) -> None:

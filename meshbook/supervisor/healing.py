@@ -20,6 +20,7 @@ from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_nam
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer, StartHosts
 from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.heal_attempt import HealAttempt, first_failure
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.rank_table import RankTable
@@ -60,10 +61,11 @@ class Healing:
         self._info = info
         self._starting_hosts: set[int] = set()  # hosts that were lost, and are started for the attempt that waits
         self.has_unmoved = False
-        self._attempt: _Attempt | None = None
+        self._attempt: HealAttempt | None = None
         self._num_attempts = 0
-        # until a call of lost ranks, and the processes of a heal that failed, have ended
-        self._waiting: tuple[str, messages.HealMesh] | None = None
+        self._last_healed: Ranks = ()
+        self._offered: tuple[str, ...] = ()  # to copy to them
+        self._waiting: tuple[str, messages.HealMesh] | None = None  # until calls, and ranks that are unfinished, ended
         self._unfinished: set[int] = set()  # new ranks of an attempt that failed, which are being ended
 
     @property
@@ -86,6 +88,8 @@ class Healing:
             return _refuse(client, command, f"the mesh is being {what}; wait for it")
         if self._scheduler.is_held:
             return _refuse(client, command, "the mesh is being resized; wait for it")
+        if command.copy != () and not (self._ranks.exited or self._unfinished):
+            return self._copy(client, command, now)
         is_whole = not (self._ranks.exited or self._unfinished) and self._groups.status != "broken"
         if is_whole and not self.has_unmoved:
             return [SendToClient(client, messages.MeshHealed(command.call, self._info(), (), 0.0))]
@@ -179,7 +183,7 @@ class Healing:
         self._num_attempts += 1
         self._unfinished -= set(new_ranks)
         since = now if began_at is None else began_at
-        self._attempt = _Attempt(client, command, new_ranks, self._num_attempts, since, resized)
+        self._attempt = HealAttempt(client, command, new_ranks, self._num_attempts, since, resized)
         self._scheduler.is_held = True
         self._ranks.restarting(new_ranks)
         effects: list[Effect] = [self._mesh_changed(), *self._scheduler.refuse_without(new_ranks)]
@@ -208,14 +212,9 @@ class Healing:
     def _replayed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         attempt = self._attempt
         assert attempt is not None
-        if failure := _first_failure(parts):
+        if failure := first_failure(parts):
             return self._fail(f"cells were not replayed on it: {failure}; %mesh heal tries again", now)
-        for part in parts:
-            reply = part.outcome.reply or {}
-            attempt.ran = tuple(reply.get("ran", ()))
-            attempt.num_defined = reply.get("defined", 0)
-            attempt.bound.update(reply.get("bound", ()))
-            attempt.failed.update(dict(reply.get("failed", ())))
+        attempt.replayed(parts)
         return self._share(now)
 
     def _share(self, now: float) -> list[Effect]:
@@ -230,6 +229,10 @@ class Healing:
             ranks=self._ranks.all,
             new_ranks=attempt.new_ranks,
             rank_dependent=rank_dependent_names(entry.source for entry in self._cells.history.entries()),
+            built=tuple(sorted(attempt.built)),
+            copy=attempt.command.copy,
+            joined=attempt.joined,
+            names_only=attempt.is_copy,
             with_shards=not self.has_unmoved,
         )
         return self._scheduler.run_own_call(share, now, self._shared, "sharing state")
@@ -237,16 +240,11 @@ class Healing:
     def _shared(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         attempt = self._attempt
         assert attempt is not None
-        if failure := _first_failure(parts):
+        if failure := first_failure(parts):
             self._groups.rank_lost()  # members may have come to different places: the groups are formed anew
             return self._fail(f"what the others hold was not copied to it: {failure}; %mesh heal tries again", now)
-        for part in parts:
-            reply = part.outcome.reply or {}
-            for rank in part.ranks:
-                if rank in attempt.new_ranks:
-                    attempt.restored[rank] = {name: (found[0], found[1]) for name, found in reply["restored"].items()}
-                    attempt.missing[rank] = dict(reply["missing"])
-        return self._move(now)
+        attempt.shared(parts)
+        return self._finish(now) if attempt.is_copy else self._move(now)
 
     def _move(self, now: float) -> list[Effect]:
         """Have the parts of DTensors move to where they belong, if the mesh was resized since they last did."""
@@ -267,43 +265,34 @@ class Healing:
     def _moved(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         attempt = self._attempt
         assert attempt is not None
-        if failure := _first_failure(parts):
+        if failure := first_failure(parts):
             self._groups.rank_lost()
             of_cells = "".join(f"; {label}: {why}" for label, why in attempt.failed.items())
             return self._fail(f"DTensors did not get their parts: {failure}{of_cells}; %mesh heal tries again", now)
-        replies = [part.outcome.reply or {} for part in parts]
-        attempt.num_bytes = sum(reply.get("num_bytes", 0) for reply in replies)
-        for name in {name for reply in replies for name in reply.get("lost", ())}:
-            for rank in self._ranks.all:
-                attempt.missing.setdefault(rank, {})[name] = "parts of it were lost with a rank, and are NaN"
+        attempt.moved(parts, self._ranks.all)
         return self._scheduler.run_own_call(self._move_shards("commit"), now, self._committed, "moving shards")
 
     def _committed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         self.has_unmoved = False  # also if a rank was lost meanwhile: the others, new ones too, have their parts
-        if failure := _first_failure(parts) or _describe_lost(self._ranks.exited):
+        if failure := first_failure(parts) or _describe_lost(self._ranks.exited):
             return self._fail(f"{failure}; %mesh heal tries again", now, keeps_new_ranks=True)
         return self._finish(now)
 
     def _finish(self, now: float) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
-        if reason := self._why_nothing_is_copied(attempt):
+        if reason := attempt.why_nothing_was_copied(len(self._ranks), self._groups.status):
             names = {name: reason for name in self._cells.names if name not in attempt.bound}
             attempt.missing = dict.fromkeys(attempt.new_ranks, names) if names else {}
+        if attempt.new_ranks:
+            self._last_healed = attempt.new_ranks
+            self._offered = tuple(dict.fromkeys(name.partition(".")[0] for name in attempt.alike))  # of `net.tau`: net
         checkpoint = self._saves.last_committed({name for names in attempt.missing.values() for name in names})
         age_s = self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0
         healed = attempt.reply(self._info(), now, checkpoint, age_s)
         self._scheduler.is_held = False
         resumed = self._scheduler.resume(now)
         return [self._mesh_changed(), SendToClient(attempt.client, healed), *resumed, *self._spares.replace_used()]
-
-    def _why_nothing_is_copied(self, attempt: _Attempt) -> str:
-        """Return why the new ranks got nothing from others; "" if they were given what the others hold equally."""
-        if len(attempt.new_ranks) == len(self._ranks):
-            return "no other rank was left that held it"
-        if not attempt.command.share:
-            return "copying was turned off"
-        return "" if self._groups.status == "ready" else "nothing is copied without process groups"
 
     def _fail(self, reason: str, now: float, *, keeps_new_ranks: bool = False) -> list[Effect]:
         """End the attempt. New ranks end with it: they may lack what the others hold, and the next heal begins anew.
@@ -320,7 +309,9 @@ class Healing:
         if attempt.resized is not None:
             what = f"the mesh has {len(self._ranks)} ranks now, but the resize was not completed"
         joined = tuple(rank for rank in attempt.new_ranks if rank not in self._ranks.exited)
-        if joined and not keeps_new_ranks:
+        if attempt.is_copy:
+            what = f"nothing may have been copied to {name_ranks(attempt.new_ranks)}"
+        elif joined and not keeps_new_ranks:
             self._unfinished.update(joined)
             unfinished = [self._ranks.send(joined, messages.KillRanks(CallId(f"unfinished-{attempt.number}"), joined))]
         text = f"{what}: {reason}. The other ranks keep what they hold"
@@ -332,56 +323,23 @@ class Healing:
             *self._spares.replace_used(),
         ]
 
+    def _copy(self, client: str, command: messages.HealMesh, now: float) -> list[Effect]:
+        """Copy what the user has named to the ranks that were healed last: all live."""
+        ranks, busy = tuple(rank for rank in self._last_healed if rank in self._ranks), self._scheduler.busy_cells()
+        names = command.copy or self._offered
+        if why := _why_not_copied(ranks, names, self._groups.status, busy[0].label if busy else ""):
+            return _refuse(client, command, why)
+        self._num_attempts += 1
+        command = msgspec.structs.replace(command, copy=names)
+        self._attempt = HealAttempt(client, command, ranks, self._num_attempts, now, is_copy=True)
+        self._scheduler.is_held = True
+        return [self._mesh_changed(), *self._share(now)]
+
     def _mesh_changed(self) -> SendToClient:
         return SendToClient(None, messages.MeshChanged(info=self._info()))
 
 
-class _Attempt:
-    """One attempt, and what its steps came to."""
-
-    def __init__(
-        self,
-        client: str,
-        command: messages.HealMesh,
-        new_ranks: Ranks,
-        number: int,
-        began_at: float,
-        resized: messages.ResizeChanges | None,
-    ) -> None:
-        self.client, self.command, self.new_ranks = client, command, new_ranks
-        self.number, self.began_at, self.resized = number, began_at, resized
-        self.ran: tuple[str, ...] = ()
-        self.num_defined = 0
-        self.bound: set[str] = set()  # names that the replayed cells have bound
-        self.failed: dict[str, str] = {}
-        self.restored: dict[int, dict[str, tuple[int, str]]] = {}
-        self.missing: dict[int, dict[str, str]] = {}
-        self.num_bytes = 0  # of DTensors, that went from rank to rank
-
-    def reply(
-        self, info: MeshInfo, now: float, checkpoint: messages.SavedFolder | None, age_s: float
-    ) -> messages.MeshHealed:
-        """Return what the client is sent about the attempt, which has succeeded."""
-        resized = self.resized
-        if resized is not None:
-            resized = msgspec.structs.replace(resized, num_bytes=resized.num_bytes + self.num_bytes)
-        return messages.MeshHealed(
-            call=self.command.call,
-            info=info,
-            ranks=self.new_ranks,
-            seconds=now - self.began_at,
-            ran=self.ran,
-            num_defined=self.num_defined,
-            failed=tuple(self.failed.items()),
-            restored=self.restored,
-            missing=self.missing,
-            checkpoint=checkpoint,
-            checkpoint_age_s=age_s,
-            resized=resized,
-        )
-
-
-def _replay_call(attempt: _Attempt) -> CallId:
+def _replay_call(attempt: HealAttempt) -> CallId:
     return CallId(f"replay-{attempt.number}")
 
 
@@ -389,14 +347,15 @@ def _describe_lost(exited: Collection[int]) -> str:
     return f"{name_ranks(exited)} was lost meanwhile" if exited else ""
 
 
-def _first_failure(parts: Parts) -> str:
-    """Return how the first rank failed; "" if none did."""
-    failed = next((part for part in parts if part.outcome.status != "ok"), None)
-    if failed is None:
-        return ""
-    error = failed.outcome.error
-    what = f"{error.ename}: {error.evalue}" if error is not None else failed.outcome.status
-    return f"{name_ranks(failed.ranks)}: {what}"
+def _why_not_copied(ranks: Ranks, names: Collection[str], groups: str, running: str) -> str:
+    """Return why names cannot be copied to ranks that were healed; "" if they can."""
+    if not ranks:
+        return "no rank has been healed, so that there is none to copy to"
+    if not names:
+        return f"the last heal has left nothing to copy to {name_ranks(ranks)}; %mesh heal --copy NAME copies a name"
+    if groups != "ready":
+        return "nothing is copied without process groups; %mesh heal forms those that broke"
+    return f"{running} runs; wait for it, or press Stop (%mesh interrupt)" if running else ""
 
 
 def _refuse(client: str, command: messages.HealMesh, text: str, error: str = "HealError") -> list[Effect]:

@@ -89,7 +89,7 @@ def train_with_kills(mesh: Mesh, kills: int, moments: random.Random) -> None:
     for attempt in range(1, kills + 1):
         mesh.run(f"attempt = {attempt}", echo=False)
         _run_and_kill(mesh, f"at work: {attempt}", moments)
-        mesh.heal()
+        mesh.heal(copy="said")
     mesh.run(CELL)
 
 

@@ -98,7 +98,7 @@ def test_what_it_says_has_the_axes_who_is_new_or_left_and_what_is_of_the_former_
     first, *rest = str(pair.resize(3)).splitlines()
     assert re.fullmatch(
         r"rank 2 → 3 \(.*s\) · rank 2 is new · setup replayed \(1 cell\) · imports and definitions of 1 cell · "
-        r"step, share, torch's random state from rank 0 \(equal on all others\) · groups formed anew",
+        r"share from rank 0 \(alike on ranks 0-1\) · groups formed anew",
         first,
     ), first
     assert rest == [

@@ -158,7 +158,7 @@ def test_a_notebook_goes_on_when_the_supervisor_is_killed_as_a_cell_asks_and_as_
 
 def test_a_mesh_is_healed_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -> None:
     front.run("%%mesh --setup\nclass Net(torch.nn.Linear):\n    def double(self): return self.weight * 2")
-    front.run("step = 7\nshare = torch.ones(2) * (rank + 1)")
+    front.run("step = 7\nbest = max(3, 4)\nshare = torch.ones(2) * (rank + 1)")
     pids = front.pids()
     cell = front.send("print('busy', flush=True)\ndist.barrier() if rank == 0 else time.sleep(60)")
     front.wait_until_shown(cell, lambda cell: "busy" in cell.stdout)
@@ -171,11 +171,15 @@ def test_a_mesh_is_healed_by_a_line_and_the_notebook_goes_on(front: FrontEnd) ->
     assert healed.status == "ok", healed.traceback
     assert "rank 1 is back (fresh process" in healed.stdout
     assert "setup replayed (1 cell)" in healed.stdout
-    assert "step, share from rank 0 (rank 0 is the only other: nothing to compare with)" in healed.stdout
-    assert "not on rank 1: torch's random state (rank 0 is the only other, and its generator may be its own)" in (
-        healed.stdout
+    assert "not on rank 1: share (cells compute it from the rank)" in healed.stdout
+    assert "not on rank 1: best (rank 0 is the only other: nothing to compare with)" in healed.stdout
+    assert "if these do not: %mesh heal --copy best\n" in healed.stdout
+    assert front.run("%mesh heal --copy best").stdout == (
+        "best from rank 0 (rank 0 is the only other: nothing to compare with), copied to rank 1\n"
     )
-    assert front.run("step, tuple(Net(2, 2).double().shape), share.tolist()").result == "(7, (2, 2), [1.0, 1.0])"
+    assert front.run("step, tuple(Net(2, 2).double().shape), best, 'share' in globals()").result == (
+        "[0] (7, (2, 2), 4, True)\n[1] (7, (2, 2), 4, False)"
+    )
     assert front.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)").result == "2"
     assert "gone" not in front.run("%mesh status").result
     assert "nothing to heal: all 2 ranks are alive" in front.run("%mesh heal").stdout

@@ -100,10 +100,38 @@ def test_a_modules_state_has_its_extra_state_and_its_attributes() -> None:
         False,
     )
     alone = Scaled()
-    load_state(alone, state_of(trained, with_attributes=False))
+    load_state(alone, state_of(trained), with_attributes=False)
     assert (alone.amax, alone.tau, alone.dropout.p, alone.training) == ([7.0], 1.0, 0.1, False)
 
 
 def test_what_new_group_returns_on_other_ranks_is_no_number() -> None:
     assert describe(dist.GroupMember.NON_GROUP_MEMBER).kind == "non-member"
     assert describe(-99).kind == "plain"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_telling"),
+    [
+        (torch.arange(16.0), True),
+        (torch.arange(15.0), False),  # 60 bytes
+        (torch.zeros(1000), False),
+        (torch.full((1000,), float("nan")), False),
+        ([torch.arange(8.0), torch.arange(8.0)], True),
+        ({"x": torch.arange(16.0)}, True),
+        ({"x": torch.arange(16.0), "is_main": False}, False),
+        ([float(number) for number in range(100)], False),
+        (nn.Linear(8, 8), True),
+        (nn.Linear(1, 1), False),
+        (torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1), True),
+        (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), False),
+        (torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1)), True),
+        (Holder(torch.arange(16.0)), True),
+        (adder, True),
+        (adder(3), False),
+        (lambda x, is_main=False: x, False),
+    ],
+)
+def test_what_cannot_be_equal_by_chance_is_many_bytes_that_are_not_all_alike_and_no_flags(
+    value: Any, is_telling: bool
+) -> None:
+    assert describe(value).is_telling == is_telling

@@ -44,7 +44,7 @@ class LostRank(World):
         return self.host(messages.CallFinished(call=command.call, outcomes=parts, seconds=0.1))
 
 
-NOTHING = {"restored": {}, "missing": {}}
+NOTHING = {"restored": {}, "missing": {}, "kept": {}, "alike": []}
 
 
 def refusal(steps: Iterable[s.Effect]) -> str:
@@ -66,7 +66,7 @@ def test_the_steps_are_start_form_replay_share() -> None:
     reply = {"ran": ["cell 0"], "defined": 1, "failed": []}
     (share,) = messages_of(mesh.reply_to(replay, {1: reply}), messages.ShareState)
     assert (share.ranks, share.new_ranks, share.rank_dependent) == ((0, 1, 2, 3), (1,), ("is_main",))
-    state = {"restored": {"x": [0, "equal on all others"]}, "missing": {"y": "it differs"}}
+    state = {"restored": {"x": [0, "equal on all others"]}, "missing": {"y": "it differs"}, "kept": {}, "alike": []}
     healed = mesh.healed(mesh.reply_to(share, {0: NOTHING, 1: state, 2: NOTHING, 3: NOTHING}))
     assert (healed.ranks, healed.ran, healed.num_defined) == ((1,), ("cell 0",), 1)
     assert (healed.restored, healed.missing) == ({1: {"x": (0, "equal on all others")}}, {1: {"y": "it differs"}})

@@ -331,7 +331,7 @@ def test_a_heal_that_is_under_way_ends_before_names_are_saved(world: Preempted) 
     (form,) = messages_of(world.say(messages.HealMesh(call="heal")), messages.FormGroups)  # type: ignore[arg-type]
     assert not messages_of(world.sigterm(2), messages.SaveCheckpoint)
     (share,) = messages_of(world.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
-    ended = world.finish(share.call, reply={"restored": {}, "missing": {}})
+    ended = world.finish(share.call, reply={"restored": {}, "missing": {}, "kept": {}, "alike": []})
     assert messages_of(ended, messages.MeshHealed)
     assert messages_of(ended, messages.SaveCheckpoint)
 

@@ -12,7 +12,7 @@ from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup
 from tests.supervisor.test_state import World, messages_of
 
-NOTHING = {"restored": {}, "missing": {}}
+NOTHING = {"restored": {}, "missing": {}, "kept": {}, "alike": []}
 
 
 class Resized(World):

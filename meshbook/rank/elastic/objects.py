@@ -1,6 +1,6 @@
 """Gives new ranks the models, optimizers and other objects that the state of a snapshot is loaded into.
 
-A heal copies an object only if the other ranks show that the lost rank held the same. Ranks that a loss cut in the
+A heal copies an object only if it is proven that the lost rank held the same. Ranks that a loss cut in the
 middle of a step differ, so a new rank may have no object at all. Contents do not matter here: the snapshot has them.
 """
 

@@ -7,6 +7,7 @@ ended well; until then the same loops, called again, go on where it was.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from meshbook.errors import UsageError
+from meshbook.ids import Ranks
 from meshbook.rank.elastic import transfer
 from meshbook.rank.elastic.agreement import (
     GoBack,
@@ -81,6 +83,15 @@ class Run:
         """Whether one of these names is in the state of the last snapshot."""
         manifests = self.complete[-1].manifests if self.complete else []
         return any(name in manifest.parts for manifest in manifests for name in names)
+
+    def replicas(self, rank: int) -> dict[str, Ranks]:
+        """Return by name of the state the ranks that held the same as this one when the last snapshot was taken."""
+        manifests = self.complete[-1].manifests if self.complete else []
+        by_rank = [_units_by_name(manifest) for manifest in manifests]
+        return {
+            name: tuple(other for other, of_other in enumerate(by_rank) if of_other.get(name) == units)
+            for name, units in (by_rank[rank] if rank < len(by_rank) else {}).items()
+        }
 
     @property
     def next_number(self) -> int:
@@ -188,6 +199,12 @@ class Run:
                     snapshot.held = msgspec.structs.replace(snapshot.held, has_copies=True)
 
 
+def _units_by_name(manifest: Manifest) -> dict[str, list[bytes]]:
+    """Return the digests of what each name of the state consists of."""
+    digests = iter([unit.digest for unit in manifest.units])
+    return {name: list(itertools.islice(digests, num)) for name, num in manifest.parts.items()}
+
+
 def _share_small_units(rank: int, snapshot: Snapshot, manifests: list[Manifest]) -> list[Manifest]:
     """Give all ranks the small units that not every rank has, and return the manifests with them. Blocks."""
     wanted = [units_to_share(at, manifests) for at in range(len(manifests))]
@@ -226,6 +243,10 @@ class ElasticRuns:
         if not self.source:
             return ""
         return hashlib.blake2b(self.source.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def replicas(self, rank: int) -> dict[str, Ranks]:
+        """Return by name the ranks that held the same as this one, in the last snapshot of its loop."""
+        return {name: ranks for run in self.runs.values() for name, ranks in run.replicas(rank).items()}
 
     def count_loop(self, key: str) -> int:
         """Return how many loops with this key have begun in this call before this one."""

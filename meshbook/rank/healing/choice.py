@@ -1,21 +1,26 @@
-"""From which rank a new rank takes each name: from one that is known to hold what the lost rank held.
+"""From which rank a new rank takes each name: from one that is proven to hold what the lost rank held.
 
-Pure: descriptions of what ranks hold in, a choice per name out. A value is known to be equal on the ranks of an axis if
-it is equal wherever two or more of them still have it: with dp=2, tp=2 and rank 1 lost, rank 3 has what rank 1 had if
-ranks 0 and 2 hold the same.
+Pure: descriptions of what ranks hold in, a choice per name out. Proof is that the value is replicated by what it is
+(parameters of a DDP model, placements of DTensors), or that two or more of the others hold the same bytes, which
+could not be the same by chance. Of an axis too: with dp=2, tp=2 and rank 1 lost, rank 3 has what rank 1 had if ranks 0
+and 2 hold the same. What is alike and no proof, such as a flag or a counter, is named, and copied if the user says so.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from meshbook.ids import Ranks, name_ranks
 
 # Stands for the name of a group that a rank is no member of.
 NO_MEMBER = ""
+
+# "proven": it is copied; "alike": if the user says so, and that is offered; "possible": if the user says so.
+_Grade = Literal["proven", "alike", "possible"]
 
 
 class Held(Struct, frozen=True, gc=False, array_like=True):
@@ -33,6 +38,8 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
         groups: names and members of the process group, or of the groups of a DeviceMesh, by dim.
         slice_of_mesh: of a DeviceMesh that is a slice of `mesh`: its axes.
         is_sharded: it has tensors of which other ranks hold other parts.
+        replicas: the ranks that hold the same by what it is, this one among them; (): it does not say.
+        is_telling: it could not be equal by chance.
     """
 
     kind: str
@@ -43,24 +50,58 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     groups: tuple[tuple[str, Ranks], ...] = ()
     slice_of_mesh: tuple[str, ...] = ()
     is_sharded: bool = False
+    replicas: Ranks = ()
+    is_telling: bool = False
 
 
 class Choice(Struct, frozen=True, gc=False):
-    """Where a new rank takes a name from; `source` None: it cannot be had, and `why` says why not."""
+    """Where a new rank takes a name from; `source` None: it takes it from nowhere, and `why` says why not.
+
+    Attributes:
+        groups: the new rank's process groups that it is made of; it needs no source then.
+        slice_of_mesh: it is `mesh`, cut to these axes.
+        with_attributes: the attributes of a module too.
+        names_attributes: those that are others than here are named: they are alike on the other ranks.
+        is_kept: the new rank has what its setup cells have made.
+        is_dropped: the new rank has a constant of a cell, which later cells have changed: it must not stay.
+        is_fine: nothing is known to be wrong with what is kept.
+        is_offered: it is copied if the user says so.
+    """
 
     source: int | None
     why: str
-    groups: tuple[str, ...] = ()  # the new rank's process groups that it is made of; it needs no source then
-    slice_of_mesh: tuple[str, ...] = ()  # it is `mesh`, cut to these axes
-    with_attributes: bool = False  # the attributes of a module too: they are equal on the others
+    groups: tuple[str, ...] = ()
+    slice_of_mesh: tuple[str, ...] = ()
+    with_attributes: bool = False
+    names_attributes: bool = False
+    is_kept: bool = False
+    is_dropped: bool = False
+    is_fine: bool = False
+    is_offered: bool = False
+
+
+class Rules(Struct, frozen=True, gc=False):
+    """What is known of names beside what ranks hold.
+
+    Attributes:
+        axes: of the mesh, outermost first.
+        rank_dependent: names that cells compute from the rank's number: that the others agree on a plain value does not
+            mean that this rank had it, as `is_main = rank == 0` shows.
+        built: names that setup cells have bound on the new rank.
+        copy: names that the user says to copy; None: all that is alike on the others.
+    """
+
+    axes: Mapping[str, int]
+    rank_dependent: Collection[str] = ()
+    built: Collection[str] = ()
+    copy: Collection[str] | None = ()
+
+    def names(self, name: str) -> bool:
+        return self.copy is not None and name in self.copy
 
 
 def choose_sources(
-    held: Mapping[int, Mapping[str, Held]],
-    own: Mapping[str, Held],
-    rank: int,
-    axes: Mapping[str, int],
-    rank_dependent: Collection[str] = (),
+    held: Mapping[int, Mapping[str, Held]], own: Mapping[str, Held], rank: int, rules: Rules
 ) -> dict[str, Choice]:
     """Return the choices of a new rank, by name, in order. A name that it needs nothing for is left out.
 
@@ -68,52 +109,99 @@ def choose_sources(
         held: what each of the other, old ranks holds, by name.
         own: what the new rank holds, after cells were replayed on it.
         rank: the new rank.
-        axes: of the mesh, outermost first.
-        rank_dependent: names that cells compute from the rank's number: that the others agree on a plain value does not
-            mean that this rank had it, as `is_main = rank == 0` shows.
     """
-    names = dict.fromkeys(name for rank_holds in held.values() for name in rank_holds)
+    names = dict.fromkeys([*(name for holds in held.values() for name in holds), *(rules.copy or ())])
     choices = {}
     for name in names:
         found = {other: holds[name] for other, holds in held.items() if name in holds}
-        first = next(iter(found.values()))
-        if name in own and (
-            first.kind in ("definition", "opaque") or (first.kind == "plain" and name in rank_dependent)
-        ):
-            continue
-        if name in own and first.kind == "value" and any(one.digest is None for one in found.values()):
-            continue  # cells have made it here, and whether the others hold the same cannot be known
-        if any(one.groups or one.kind == "non-member" for one in found.values()):
-            if name not in own:
+        mine = own.get(name)
+        if not found:
+            choices[name] = Choice(None, "no other rank has it")
+        elif any(one.groups or one.kind == "non-member" for one in found.values()):
+            if mine is None:
                 choices[name] = _choose_groups(found, rank)
-        elif first.kind == "opaque":
-            choices[name] = Choice(None, f"a {first.type} cannot be copied")
-        elif first.kind == "plain" and name in rank_dependent:
-            choices[name] = Choice(None, "cells compute it from the rank")
-        else:
-            choices[name] = _choose(found, held, rank, axes)
+        elif not _has_the_same(found, mine, is_named=rules.names(name)):
+            choice = _choose(name, found, mine, rank, rules, is_on_all=len(found) == len(held))
+            if choice is not None:
+                choices[name] = choice
     return choices
 
 
+def _has_the_same(found: Mapping[int, Held], mine: Held | None, *, is_named: bool) -> bool:
+    """Whether the new rank has what it is to have: it defines it, or holds the same."""
+    if mine is None:
+        return False
+    if next(iter(found.values())).kind in ("definition", "opaque") and not is_named:
+        return True
+    theirs = {(one.digest, one.rest_digest, one.attributes_digest) for one in found.values()}
+    return mine.digest is not None and theirs == {(mine.digest, mine.rest_digest, mine.attributes_digest)}
+
+
 def _choose(
-    found: Mapping[int, Held], held: Mapping[int, Mapping[str, Held]], rank: int, axes: Mapping[str, int]
-) -> Choice:
-    if len(found) < len(held):
-        return Choice(None, f"only {name_ranks(found)} {'has' if len(found) == 1 else 'have'} it")
-    if len(found) == 1:
-        ((source, one),) = found.items()
-        if one.kind == "random":  # ranks often draw different numbers on purpose
-            return Choice(None, f"rank {source} is the only other, and its generator may be its own")
-        if one.is_sharded:
-            return Choice(None, f"it is sharded, and rank {source}, the only other, holds another part")
-        return Choice(source, f"rank {source} is the only other: nothing to compare with")
+    name: str, found: Mapping[int, Held], mine: Held | None, rank: int, rules: Rules, *, is_on_all: bool
+) -> Choice | None:
+    grade, choice = _find_source(found, rank, rules.axes, is_on_all=is_on_all)
+    kind = next(iter(found.values())).kind
+    names_rank = name in rules.rank_dependent and (kind == "plain" or (kind == "value" and len(found) == 1))
+    if choice.source is not None:
+        is_asked_for = rules.names(name) or (rules.copy is None and grade == "alike" and not names_rank)
+        if is_asked_for or grade == "proven":
+            return _with_attributes(choice, found, mine, is_asked_for=is_asked_for)
+    is_offered = grade == "alike" and not names_rank
+    why = "cells compute it from the rank" if names_rank else choice.why
+    if mine is None or mine.kind == "random":  # every rank has generators
+        return Choice(None, why, is_offered=is_offered)
+    is_known = mine.digest is not None and all(one.digest is not None for one in found.values())
+    if not is_on_all:
+        return None
+    if names_rank:  # where the others differ too, it is as it must be
+        return Choice(None, why, is_kept=True, is_fine=True) if grade == "alike" else None
+    if name in rules.built or not is_known:
+        return Choice(None, why, is_kept=True, is_fine=not is_known, is_offered=is_offered)
+    return Choice(None, f"cells have changed it since it was defined; {why}", is_dropped=True, is_offered=is_offered)
+
+
+def _with_attributes(choice: Choice, found: Mapping[int, Held], mine: Held | None, *, is_asked_for: bool) -> Choice:
+    """Return the choice of a source, with what becomes of the attributes of a module that the new rank has made."""
+    theirs = {one.attributes_digest for one in found.values()}
+    if theirs == {None}:
+        return choice
+    if len(theirs) > 1:
+        are = f"those of rank {choice.source}" if mine is None else "as they were made here"
+        return structs.replace(choice, why=f"{choice.why}; its attributes differ on the others, and are {are}")
+    is_other = mine is not None and mine.attributes_digest not in theirs
+    return structs.replace(choice, with_attributes=is_asked_for, names_attributes=is_other and not is_asked_for)
+
+
+def _find_source(
+    found: Mapping[int, Held], rank: int, axes: Mapping[str, int], *, is_on_all: bool
+) -> tuple[_Grade, Choice]:
+    """Return a rank that holds what the new one is to hold, if there is one, and how far that is known."""
+    declared = {other: one for other, one in found.items() if rank in one.replicas and one.digest is not None}
+    if declared:
+        source, first = next(iter(declared.items()))
+        if len({one.digest for one in declared.values()}) > 1:
+            return "possible", Choice(None, f"its replicas on {name_ranks(declared)} differ")
+        return "proven", Choice(source, "a replica" + _differing_rest(declared, source))
+    source, first = next(iter(found.items()))
+    if first.kind == "opaque":
+        return "possible", Choice(None, f"a {first.type} cannot be copied")
     if any(one.digest is None for one in found.values()):
-        types = sorted({one.type for one in found.values()})
-        return Choice(None, f"whether it is equal on the others is not known ({', '.join(types)})")
-    return _choose_replica(found, rank, axes)
+        types = ", ".join(sorted({one.type for one in found.values()}))
+        return "possible", Choice(source, f"whether it is equal on the others is not known ({types})")
+    if not is_on_all:
+        have = f"only {name_ranks(found)} {'has' if len(found) == 1 else 'have'} it"
+        return "possible", Choice(source if len({one.digest for one in found.values()}) == 1 else None, have)
+    if len(found) > 1:
+        return _find_replica(found, rank, axes)
+    if first.kind == "random":  # ranks often draw different numbers on purpose
+        return "possible", Choice(source, f"rank {source} is the only other, and its generator may be its own")
+    if first.is_sharded:
+        return "possible", Choice(None, f"it is sharded, and rank {source}, the only other, holds another part")
+    return "alike", Choice(source, f"rank {source} is the only other: nothing to compare with")
 
 
-def _choose_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int]) -> Choice:
+def _find_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int]) -> tuple[_Grade, Choice]:
     """Return the choice of a value that several other ranks have, and that can be compared."""
     for replicated in _axis_sets(axes):
         lines = _lines(axes, replicated)
@@ -122,15 +210,20 @@ def _choose_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int
         compared = [[found[other] for other in line if other in found] for line in lines]
         has_evidence = any(len(line) > 1 for line in compared)
         if sources and has_evidence and all(len({one.digest for one in line}) <= 1 for line in compared):
-            rest = {found[other].rest_digest for other in sources}
-            why = "equal on all others" if len(replicated) == len(axes) else f"replica on {', '.join(replicated)}"
-            if len(rest) > 1:
-                why += f"; its buffers and extra state may differ there, and are those of rank {sources[0]}"
-            attributes = {one.attributes_digest for one in found.values()}
-            if len(attributes) > 1:
-                why += "; its attributes differ on the others, and are as they were made here"
-            return Choice(sources[0], why, with_attributes=len(attributes) == 1 and None not in attributes)
-    return Choice(None, "it differs between the other ranks")
+            source = sources[0]
+            is_whole = len(replicated) == len(axes)
+            if not found[source].is_telling:
+                along = "" if is_whole else f" along {', '.join(replicated)}"
+                return "alike", Choice(source, f"alike on {name_ranks(found)}{along}")
+            why = "equal on all others" if is_whole else f"replica on {', '.join(replicated)}"
+            return "proven", Choice(source, why + _differing_rest({other: found[other] for other in sources}, source))
+    return "possible", Choice(None, "it differs between the other ranks")
+
+
+def _differing_rest(replicas: Mapping[int, Held], source: int) -> str:
+    if len({one.rest_digest for one in replicas.values()}) <= 1:
+        return ""
+    return f"; its buffers and extra state may differ there, and are those of rank {source}"
 
 
 def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:

@@ -14,19 +14,24 @@ import numpy
 import torch
 import torch.distributed as dist
 from msgspec import structs
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.rank.healing.choice import Held
+from meshbook.rank.healing.replicas import Replicas, parameters_of
 from meshbook.rank.memory_digests import digest
-from meshbook.rank.object_states import attributes_of, extra_states_of
+from meshbook.rank.object_states import attributes_of, extra_states_of, local_part
 from meshbook.rank.previews.digests import CONTAINER_TYPES, PLAIN_TYPES
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
 # What a digest may visit; more is not comparable. Tensors count once, whatever their size.
 _MAX_ITEMS = 200_000
 _MAX_DEPTH = 60
+# Bytes of tensors from which on two ranks do not hold the same by chance, if they are not all alike.
+_TELLING_BYTES = 64
+_LOOKED_AT_FIRST = 1 << 16
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a class statement has made
 _POINTER_BYTES = struct.calcsize("P")
 _DEFINITIONS = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
@@ -42,12 +47,25 @@ def describe_names(namespace: Mapping[str, Any], names: Iterable[str], *, with_s
     Args:
         with_shards: read the contents of DTensors.
     """
-    return {name: describe(namespace[name], with_shards=with_shards) for name in names if name in namespace}
+    replicas = Replicas(namespace.values())
+    return {name: describe(namespace[name], replicas, with_shards=with_shards) for name in names if name in namespace}
 
 
-def describe(value: Any, *, with_shards: bool = True) -> Held:
-    kind = type(value)
-    name = kind.__name__ + (_ddp_options(value) if isinstance(value, DistributedDataParallel) else "")
+def describe(value: Any, replicas: Replicas | None = None, *, with_shards: bool = True) -> Held:
+    """Return what a name holds.
+
+    Args:
+        replicas: what is known of models.
+    """
+    held = _describe(value, with_shards=with_shards)
+    if held.digest is None:
+        return held
+    is_telling = held.is_telling or _are_telling(parameters_of(value))
+    return structs.replace(held, replicas=(replicas or Replicas()).of(value), is_telling=is_telling)
+
+
+def _describe(value: Any, *, with_shards: bool) -> Held:
+    kind, name = type(value), name_of_class(value)
     if isinstance(value, WatchedGroup):
         return Held("group", "process group", groups=((value.label.name, value.label.ranks),))
     if isinstance(value, DeviceMesh):
@@ -57,7 +75,7 @@ def describe(value: Any, *, with_shards: bool = True) -> Held:
     if _is_sampler_of_rank(value):
         return Held("opaque", name)  # that of another rank would deal that one's rows
     if isinstance(value, _DEFINITIONS):
-        return Held("definition", name, _digest_or_none(value))
+        return _describe_definition(value, name)
     try:
         if isinstance(value, torch.nn.Module):
             own = [(key, parameter) for key, parameter in value.named_parameters()]
@@ -77,13 +95,25 @@ def describe(value: Any, *, with_shards: bool = True) -> Held:
 def _describe_contents(kind: str, name: str, contents: Any, *, with_shards: bool) -> Held:
     digester = _Digester(with_shards=with_shards)
     digester.add(contents, 0)
-    return Held(kind, name, digester.hash.hexdigest(), is_sharded=digester.is_sharded)
+    is_telling = digester.num_telling >= _TELLING_BYTES and (kind == "state" or not digester.num_plain)
+    return Held(kind, name, digester.hash.hexdigest(), is_sharded=digester.is_sharded, is_telling=is_telling)
 
 
-def _ddp_options(model: DistributedDataParallel) -> str:
-    """Return what a DDP model was made with and its collectives depend on: one made otherwise is another type."""
-    names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap")
-    return "".join(f" {name}={getattr(model, name, None)}" for name in names)
+def _describe_definition(value: Any, name: str) -> Held:
+    """Return what a module, function or class is. Code that is alike is the same; what a function holds may be not."""
+    digester = _Digester()
+    try:
+        digester.add(value, 0)
+    except Exception:
+        return Held("definition", name)
+    return Held("definition", name, digester.hash.hexdigest(), is_telling=not digester.num_plain)
+
+
+def name_of_class(value: Any) -> str:
+    """Return the class of a value; of a DDP model with what it was made with, on which its collectives depend."""
+    options = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap")
+    is_ddp = isinstance(value, DistributedDataParallel)
+    return type(value).__name__ + "".join(f" {name}={getattr(value, name, None)}" for name in options if is_ddp)
 
 
 def _is_sampler_of_rank(value: Any) -> bool:
@@ -116,13 +146,6 @@ def _digest_rest(module: torch.nn.Module) -> str:
         return secrets.token_hex(8)
 
 
-def _digest_or_none(value: Any) -> str | None:
-    try:
-        return _digest(value)
-    except Exception:
-        return None
-
-
 def _digest(value: Any) -> str:
     """Return a digest that is equal for equal contents, in any process.
 
@@ -139,10 +162,13 @@ class _Digester:
 
     Attributes:
         is_sharded: a DTensor was met that is cut over several ranks.
+        num_telling: bytes of tensors and arrays, without those that have one value everywhere.
+        num_plain: how many numbers, words and the like were met; keys of dicts do not count.
     """
 
     def __init__(self, *, with_shards: bool = True) -> None:
         self.is_sharded, self._with_shards = False, with_shards
+        self.num_telling = self.num_plain = 0
         self.hash = hashlib.blake2b(digest_size=16)
         self._num_items = 0
         self._seen: dict[int, int] = {}  # objects that refer to others, by id: how many were met before
@@ -153,6 +179,7 @@ class _Digester:
         if self._num_items > _MAX_ITEMS or depth > _MAX_DEPTH:
             raise _NotComparable(f"a large {kind.__name__}")
         if kind in PLAIN_TYPES:
+            self.num_plain += 1
             self._put(f"{kind.__name__}:{value!r}")
         elif isinstance(value, torch.Tensor):
             self._add_tensor(value)
@@ -166,13 +193,16 @@ class _Digester:
 
     def _add_object(self, value: Any, kind: type, depth: int) -> None:
         if kind in (set, frozenset):
+            self.num_plain += len(value)
             self._put(f"{kind.__name__}:{sorted(_digest(item) for item in value)}")
         elif isinstance(value, dict) and (
             kind is dict or hasattr(kind, "__missing__") or kind.__module__ == "collections"
         ):
             self._put(f"{kind.__name__}:{len(value)}")
             for key, item in value.items():
+                num_plain = self.num_plain
                 self.add(key, depth)
+                self.num_plain = num_plain
                 self.add(item, depth)
         elif kind in CONTAINER_TYPES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             self._put(f"{kind.__name__}:{len(value)}")
@@ -205,6 +235,7 @@ class _Digester:
         if isinstance(tensor, DTensor):
             self._put(f"placements:{tensor.placements}:{tuple(tensor.shape)}:{tensor.dtype}:{tensor.requires_grad}")
             if not self._with_shards:
+                self.num_telling += _TELLING_BYTES  # the placements are what ranks have to agree on
                 return
             local = tensor.to_local()
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -214,21 +245,27 @@ class _Digester:
         self._put(f"tensor:{local.dtype}:{tuple(local.shape)}:{tensor.requires_grad}")
         flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         if flat.numel():
-            self.hash.update(digest(numpy.from_dlpack(flat.view(torch.uint8)).view(numpy.uint8)))
+            memory = numpy.from_dlpack(flat.view(torch.uint8)).view(numpy.uint8)
+            self.num_telling += 0 if _is_constant(memory, flat.itemsize) else len(memory)
+            self.hash.update(digest(memory))
 
     def _add_array(self, value: Any, kind: type) -> None:
         dtype = getattr(value, "dtype", None)
         if dtype is None or dtype.hasobject:
             raise _NotComparable(kind.__name__)
         self._put(f"array:{dtype.str}:{value.shape}")
-        self.hash.update(value.tobytes())
+        contents = value.tobytes()
+        self.num_plain += not isinstance(value, numpy.ndarray)
+        if contents and not _is_constant(numpy.frombuffer(contents, numpy.uint8), dtype.itemsize):
+            self.num_telling += len(contents)
+        self.hash.update(contents)
 
     def _add_definition(self, value: Any, depth: int) -> None:
         self._put(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', None) or value.__name__}")
         if isinstance(value, types.FunctionType):
             self._add_code(value.__code__)
             held = [cell.cell_contents for cell in value.__closure__ or ()]
-            self.add([value.__defaults__, value.__kwdefaults__, held], depth + 1)
+            self.add([value.__defaults__ or (), value.__kwdefaults__ or {}, held], depth + 1)
 
     def _add_code(self, code: types.CodeType) -> None:
         self._put(f"{code.co_names}:{[one for one in code.co_consts if not isinstance(one, types.CodeType)]!r}")
@@ -239,6 +276,26 @@ class _Digester:
 
     def _put(self, text: str) -> None:
         self.hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
+
+
+def _are_telling(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors cannot be alike on two ranks by chance, as far as their first values show."""
+    num_bytes = 0
+    for tensor in tensors:
+        local = local_part(tensor)
+        if local.layout is torch.strided and not local.is_meta and local.numel():
+            first = local.reshape(-1)[: _LOOKED_AT_FIRST // local.itemsize]
+            num_bytes += local.nbytes if bool((first != first[0]).any()) else 0
+            if num_bytes >= _TELLING_BYTES:
+                return True
+    return False
+
+
+def _is_constant(memory: NDArray[numpy.uint8], item_bytes: int) -> bool:
+    """Whether memory has one value everywhere."""
+    items = memory.reshape(-1, item_bytes)
+    first = items[: _LOOKED_AT_FIRST // item_bytes + 1]
+    return bool((first == items[0]).all() and (items == items[0]).all())
 
 
 def is_made_of_attributes(kind: type) -> bool:

@@ -29,6 +29,7 @@ def replay_cells(
     ran: list[str] = []
     failed: list[tuple[str, str]] = []
     bound: dict[str, None] = {}
+    built: dict[str, None] = {}
     num_defined = 0
     with without_others():
         for cell in command.cells:
@@ -36,6 +37,8 @@ def replay_cells(
             if run is None:
                 continue
             bound.update(dict.fromkeys(run.bound))
+            if cell.setup:
+                built.update(dict.fromkeys(run.bound))
             if run.status == "ok":
                 if cell.setup:
                     ran.append(_label(cell))
@@ -47,7 +50,7 @@ def replay_cells(
             else:
                 error = run.error
                 failed.append((_label(cell), "failed" if error is None else f"{error.ename}: {error.evalue}"))
-    return {"ran": ran, "defined": num_defined, "failed": failed, "bound": list(bound)}
+    return {"ran": ran, "defined": num_defined, "failed": failed, "bound": list(bound), "built": list(built)}
 
 
 def _replay(cell: CellToReplay, call: CallId, runner: CodeRunner) -> CellRun | None:

@@ -1,4 +1,4 @@
-"""Gives new ranks what the other ranks hold, as far as it is known that the lost rank held the same.
+"""Gives new ranks what the other ranks hold, as far as it is proven that the lost rank held the same.
 
 All ranks describe what they hold to each other, make the same choices, and then those that are a source send.
 """
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.errors import TransferError, message_of
+from meshbook.ids import Ranks
 from meshbook.rank.healing import random_states, transfer
-from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, choose_sources
-from meshbook.rank.healing.contents import describe, describe_names
+from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, Rules, choose_sources
+from meshbook.rank.healing.contents import describe, describe_names, name_of_class
 from meshbook.rank.healing.filling import Contents, is_fillable
 from meshbook.rank.healing.tensor_stores import rebuild_modules, share_tensors
-from meshbook.rank.object_states import load_state, state_of
+from meshbook.rank.object_states import attributes_of, load_state, state_of
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.interrupted_steps import begin_like_other_ranks
@@ -40,6 +41,7 @@ def share_state(
     names: Iterable[str],
     groups: ProcessGroups,
     objects: RankObjects,
+    recorded: Mapping[str, Ranks],
     without_others: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """Take part in the sharing. Blocks until this rank has sent and received everything.
@@ -47,45 +49,106 @@ def share_state(
     Args:
         names: the user's, on this rank.
         objects: remote tensors, and what clients have handles to.
+        recorded: by name, ranks that elastic loops know to have held the same as this one.
         without_others: context in which collectives return at once.
 
     Returns:
-        `{"restored": {name: [source, why]}, "missing": {name: why}}`: on a new rank what it has, on others nothing.
+        as `ShareState` says: on a new rank what it has, on others nothing.
     """
     topic = f"share/{command.call}"
-    unbuilt = rebuild_modules(topic, rank, command.new_ranks, objects.values, groups, without_others)
+    unbuilt = {}
+    if not command.names_only:
+        unbuilt = rebuild_modules(topic, rank, command.new_ranks, objects.values, groups, without_others)
     connect_deferred(groups)
     randoms = random_states.random_states()
+    held = _describe(command, namespace, names, randoms, groups, recorded)
+    texts = groups.exchange(topic, _held_encoder.encode(held))
+    every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
+    old = {other: holds for other, holds in every.items() if other not in command.new_ranks}
+    assert groups.mesh is not None  # they are formed
+    assert groups.mesh.mesh_dim_names is not None
+    axes = dict(zip(groups.mesh.mesh_dim_names, groups.mesh.mesh.shape, strict=True))
+    reply: dict[str, Any] = {"restored": {}, "missing": {}, "kept": {}, "alike": []}
+    for new in command.new_ranks:
+        rules = Rules(
+            axes=axes,
+            rank_dependent=command.rank_dependent,
+            built=every[new] if command.names_only else command.built,
+            copy=None if new in command.joined else command.copy,
+        )
+        choices = choose_sources(old, every[new], new, rules) if old else {}
+        if command.names_only:
+            choices = {name: choice for name, choice in choices.items() if name in (command.copy or ())}
+        sharing = _Sharing(namespace, randoms, groups, reply, with_shards=command.with_shards)
+        theirs = {name: one for name, one in every[new].items() if name not in choices or not choices[name].is_dropped}
+        if rank == new:
+            _keep_or_drop(choices, namespace, reply)
+        sharing.share_names(choices, old, theirs, (rank, new))
+        if rank == new and not command.names_only:
+            begin_like_other_ranks(same_buckets=not groups.solo.has_other_buckets)
+    if command.names_only:
+        return reply
+    _share_tensors(topic, rank, command.new_ranks, objects, groups, axes, reply)
+    reply["missing"] |= {f"module {key}": f"could not be built: {why}" for key, why in unbuilt.items()}
+    return reply
+
+
+def _describe(
+    command: ShareState,
+    namespace: Mapping[str, Any],
+    names: Iterable[str],
+    randoms: Mapping[str, Any],
+    groups: ProcessGroups,
+    recorded: Mapping[str, Ranks],
+) -> dict[str, Held]:
+    """Return what this rank holds; of names that are not copied the class alone: what is copied may refer to them."""
+    if command.names_only:
+        copied = command.copy or ()
+        others = {name: name_of_class(namespace[name]) for name in names if name not in copied}
+        described = describe_names(namespace, copied, with_shards=command.with_shards)
+        return {name: Held("value", kind) for name, kind in others.items()} | described
     held = describe_names(namespace, names, with_shards=command.with_shards)
     assert groups.mesh is not None  # they are formed
     for name, one in held.items():
         if one.kind == "mesh":
             axes_of_name = axes_of(namespace[name], groups.mesh) or ()
             held[name] = msgspec.structs.replace(one, slice_of_mesh=() if axes_of_name == ("",) else axes_of_name)
+        elif not one.replicas:
+            held[name] = msgspec.structs.replace(one, replicas=recorded.get(name, ()))
     for name, state in randoms.items():
-        held[name] = msgspec.structs.replace(describe(state), kind="random")
-    texts = groups.exchange(topic, _held_encoder.encode(held))
-    every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
-    old = {other: holds for other, holds in every.items() if other not in command.new_ranks}
-    assert groups.mesh.mesh_dim_names is not None
-    axes = dict(zip(groups.mesh.mesh_dim_names, groups.mesh.mesh.shape, strict=True))
-    reply: dict[str, Any] = {"restored": {}, "missing": {}}
-    for new in command.new_ranks:
-        choices = choose_sources(old, every[new], new, axes, command.rank_dependent) if old else {}
-        sharing = _Sharing(namespace, randoms, groups, reply, with_shards=command.with_shards)
-        sharing.share_names(choices, old, every[new], (rank, new))
-        if rank == new:
-            missing = {name: choice.why for name, choice in choices.items() if choice.source is None}
-            reply["missing"] |= {name: why for name, why in missing.items() if _is_worth_saying(name)}
-            begin_like_other_ranks(same_buckets=not groups.solo.has_other_buckets)
-    shared = share_tensors(topic, rank, command.new_ranks, objects, groups, axes)
+        held[name] = msgspec.structs.replace(describe(state), kind="random", is_telling=True)
+    return held
+
+
+def _share_tensors(
+    topic: str,
+    rank: int,
+    new_ranks: Ranks,
+    objects: RankObjects,
+    groups: ProcessGroups,
+    axes: Mapping[str, int],
+    reply: dict[str, Any],
+) -> None:
+    shared = share_tensors(topic, rank, new_ranks, objects, groups, axes)
     for (cut, source), count in shared.restored.items():
         why = f"the same part, cut over {cut}" if cut else "replicas"
         reply["restored"][_count_tensors(count, reply["restored"])] = [source, why]
     for why, count in shared.missing.items():
         reply["missing"][_count_tensors(count, reply["missing"])] = why
-    reply["missing"] |= {f"module {key}": f"could not be built: {why}" for key, why in unbuilt.items()}
-    return reply
+
+
+def _keep_or_drop(choices: Mapping[str, Choice], namespace: MutableMapping[str, Any], reply: dict[str, Any]) -> None:
+    """Say what a new rank does not get, and take away constants that later cells have changed."""
+    for name, choice in choices.items():
+        if choice.source is None and _is_worth_saying(name):
+            if choice.is_kept:
+                reply["kept"][name] = choice.why
+            if not choice.is_fine:
+                reply["missing"][name] = choice.why
+            if choice.is_offered:
+                reply["alike"].append(name)
+            if choice.is_dropped:
+                del namespace[name]
 
 
 class _Sharing:
@@ -135,8 +198,7 @@ class _Sharing:
             if name in self._randoms:
                 bundle[name] = self._randoms[name]
             elif held[name].kind == "state" and name in shared:
-                state = state_of(namespace[name], with_shards=self._with_shards, with_attributes=choice.with_attributes)
-                bundle[name] = _LoadableState(state)
+                bundle[name] = _LoadableState(state_of(namespace[name], with_shards=self._with_shards))
             elif held[name].kind == "value" and name in shared and is_fillable(namespace[name]):
                 bundle[name] = Contents(namespace[name])
             elif choice.slice_of_mesh:
@@ -163,7 +225,7 @@ class _Sharing:
                 if name in random_states.NAMES:
                     random_states.set_random_state(name, value)
                 elif isinstance(value, _LoadableState):
-                    load_state(namespace[name], value.state, with_shards=self._with_shards)
+                    self._load_state(name, value.state, chosen[name])
                 elif isinstance(value, Contents):
                     namespace[name] = value.fill(namespace[name])
                 elif isinstance(value, _SliceOfMesh):
@@ -177,6 +239,18 @@ class _Sharing:
                 reply["missing"][name] = f"{type(error).__name__}: {message_of(error)}"
             else:
                 reply["restored"][name] = [source, chosen[name].why]
+
+    def _load_state(self, name: str, state: Any, choice: Choice) -> None:
+        value = self._namespace[name]
+        load_state(value, state, with_shards=self._with_shards, with_attributes=choice.with_attributes)
+        for module, held in attributes_of(value).items() if choice.names_attributes else ():
+            for key, here in held.items():
+                there = state["attributes"].get(module, {}).get(key, here)
+                if repr(there) != repr(here):
+                    full_name = ".".join(filter(None, (name, module, key)))
+                    why = f"{here!r} as it was made here, {there!r} on the others"
+                    self._reply["kept"][full_name] = self._reply["missing"][full_name] = why
+                    self._reply["alike"].append(full_name)
 
 
 def _with_their_models(shared: list[str], names: list[str], namespace: Mapping[str, Any]) -> list[str]:

@@ -165,7 +165,9 @@ class HealMesh(Message):
 
     call: CallId
     replay: bool = True  # run the setup cells, and the imports and definitions of other cells, on the new ranks
-    share: bool = True  # copy what the other ranks hold equally
+    share: bool = True  # copy what is proven to be what they held
+    # names to copy where the others are alike; None: all. Where no rank is lost, to those that were healed last.
+    copy: tuple[str, ...] | None = ()
 
 
 class ResizeMesh(Message):

@@ -140,7 +140,7 @@ class ReplayCells(Message):
     """To new ranks, after their groups are formed: run these cells, in this order, without the other ranks.
 
     Collectives that they begin return at once, with this rank's own values. The reply is `{"ran": [labels], "defined":
-    number of cells, "failed": [[label, "NameError: ..."]], "bound": [names]}`.
+    number of cells, "failed": [[label, "NameError: ..."]], "bound": [names], "built": [names that setup cells bound]}`.
     """
 
     call: CallId
@@ -149,15 +149,20 @@ class ReplayCells(Message):
 
 
 class ShareState(Message):
-    """To all ranks: give the new ones what the others hold, as far as it is known to be equal.
+    """To all ranks: give the new ones what the others hold, as far as it is proven to be what they held.
 
-    The reply of a new rank is `{"restored": {name: [source rank, why]}, "missing": {name: why}}`.
+    The reply of a new rank is `{"restored": {name: [source rank, why]}, "missing": {name: why}, "kept": {name: why},
+    "alike": [names]}`: what it has, what it lacks, what it has as setup cells made it, and what could be copied.
     """
 
     call: CallId
     ranks: Ranks
     new_ranks: Ranks
     rank_dependent: tuple[str, ...] = ()  # names that cells compute from the rank: `is_main = rank == 0`
+    built: tuple[str, ...] = ()  # names that setup cells have bound on the new ranks
+    copy: tuple[str, ...] | None = ()  # names that are copied where the others are alike; None: all of them
+    joined: Ranks = ()  # new ranks that a resize has added, in nobody's place: they get all that is alike
+    names_only: bool = False  # the new ranks have been healed: only what `copy` says
     with_shards: bool = True  # False: DTensors are sent without their contents, which `MoveShards` brings
 
 

@@ -251,6 +251,11 @@ class MeshHealed(Message):
         default_factory=dict
     )  # new rank -> name -> where it is from, and why
     missing: dict[int, dict[str, str]] = msgspec.field(default_factory=dict)  # new rank -> name -> why it has no value
+    kept: dict[int, dict[str, str]] = msgspec.field(
+        default_factory=dict
+    )  # new rank -> name -> why it is as setup cells made it; those that are known to be wrong are missing too
+    alike: tuple[str, ...] = ()  # names that `HealMesh.copy` would copy
+    copied_to: Ranks = ()  # ranks that were healed before, and have got what was named
     checkpoint: SavedFolder | None = None  # of this mesh, the last that has names that are missing
     checkpoint_age_s: float = 0.0
     resized: ResizeChanges | None = None  # in the reply to ResizeMesh
