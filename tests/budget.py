@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
+import pytest
+
 # A factor for machines that are slower, or that others share.
 PATIENCE = float(os.environ.get("MESHBOOK_TEST_PATIENCE", "1"))
 
@@ -23,3 +25,15 @@ def when(seen: Callable[[], object], what: str = "it", *, within_s: float = WAIT
             raise TimeoutError(f"{what} did not come to pass within {within_s:g} s")
         time.sleep(POLL_S)
     return time.monotonic() - began
+
+
+def when_printed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Wait until a text is on stdout or stderr, and return what was printed meanwhile. It may come in pieces."""
+    printed: list[str] = []
+
+    def is_there() -> bool:
+        printed.extend(capsys.readouterr())
+        return any(text in "".join(printed[stream::2]) for stream in (0, 1))
+
+    when(is_there, repr(text))
+    return "".join(printed)

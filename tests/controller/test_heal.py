@@ -23,7 +23,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.tables import status_table
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost, UsageError
-from tests.budget import WAIT_S, when
+from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -801,14 +801,10 @@ def test_a_heal_is_not_stopped_by_the_failure_of_an_actor_on_the_rank_that_it_re
     counters = trio.spawn("counters", Counter)
     counters.add.call().get()
     kill(trio, 1)
-    printed: list[str] = []
-
-    def is_reported() -> bool:
-        printed.append(capsys.readouterr().err)  # what was read before is not there again: it may have been half of it
-        return "no __supervise__ has handled it" in "".join(printed)
-
     # what stops a cell that nobody has told of the loss
-    reported = threading.Thread(target=lambda: (when(is_reported, within_s=DEADLINE_S), stuck_setup.open()))
+    reported = threading.Thread(
+        target=lambda: (when_printed("no __supervise__ has handled it", capsys), stuck_setup.open())
+    )
     reported.start()
     assert trio.heal().ranks == (1,)
     reported.join()

@@ -18,7 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshbookError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders, keys
-from tests.budget import WAIT_S, when
+from tests.budget import WAIT_S, when, when_printed
 from tests.controller.elastic_training import CELL, curve, set_up
 from tests.controller.test_checkpoints import HOLD
 from tests.gate import Gate
@@ -218,7 +218,7 @@ def test_of_an_elastic_loop_that_has_to_be_stopped_the_last_snapshot_is_saved(
     pair.on_preemption(tmp_path / "run1", "model", "losses", "attempt", grace_s=120)
     cell = begin(pair, CELL)
     sigterm(pair)
-    when(lambda: "received SIGTERM" in capsys.readouterr().err)
+    when_printed("received SIGTERM", capsys)
     cell.interrupt()
     assert "model, losses are saved in" in (reason := ended(pair))
     assert "as of step 10 of the elastic loop that was cut off, without attempt" in reason

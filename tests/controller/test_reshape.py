@@ -16,7 +16,7 @@ import torch
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, ResizeError
-from tests.budget import when
+from tests.budget import when, when_printed
 from tests.controller.test_heal import kill, values
 from tests.controller.test_resize import DEADLINE_S, _has_said, start_resize
 from tests.gate import Gate
@@ -255,7 +255,7 @@ def test_a_notice_has_the_mesh_go_on_without_the_rank_and_the_loop_with_its_next
         os.kill(mesh.status().ranks[2].pid or 0, signal.SIGTERM)
         with pytest.raises(CellError, match="rank 2 received SIGTERM; the loop was ended after step"):
             cell.result(DEADLINE_S)
-        when(lambda: "goes on without rank 2, with rank=2" in capsys.readouterr().err, within_s=DEADLINE_S)
+        when_printed("goes on without rank 2, with rank=2", capsys)
         result = mesh.run(ELASTIC.format(fault=""), echo=False)
         found = re.search(r"goes on at step (\d+) \(.*; no step is computed again\); on 2 ranks", result.output)
         assert found, result.output

@@ -14,7 +14,7 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
-from tests.budget import WAIT_S, when
+from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -148,8 +148,7 @@ def test_what_a_thread_prints_after_its_cell_is_shown(
     )
     assert "step 1000" not in capsys.readouterr().out
     gate.open()
-    said: list[str] = []
-    when(lambda: (said.append(capsys.readouterr().out), "step 1000 is done\n" in "".join(said))[1])
+    when_printed("step 1000 is done\n", capsys)
     mesh.run("thread.join()")
 
 
