@@ -103,6 +103,9 @@ class _OpenSaves:
         self._open[command.call] = save, source, command.ranks
         return save
 
+    def notify(self, ranks: Ranks, text: str) -> None:
+        self._output.notify(ranks, text)
+
     def forget(self, call: str) -> None:
         """The save's call has failed, which its caller knows."""
         self._open.pop(call, None)
@@ -176,6 +179,14 @@ def save(
     replies = [(len(part.ranks), part.outcome.reply) for part in finished.outcomes]
     opened.num_bytes = sum(count * reply["num_bytes"] for count, reply in replies)
     opened.seconds = max(reply["seconds"] for _, reply in replies)
+    if unlike := replies[0][1]["unlike_replicas"]:
+        more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        where = f"mesh.diff(0, 1, {unlike[0].partition('.')[0]!r}) shows where"
+        text = (
+            f"the replicas of a DDP model differ: {unlike[0]}{more} ({where}). Each rank's own is saved in "
+            f"{opened.label}, which goes back to {len(ranks)} ranks only"
+        )
+        saves.notify(ranks, text)
     if not asynchronous:
         opened.result()
     return opened

@@ -18,7 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
-from tests.budget import WAIT_S, when
+from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 from tests.soak.checkpoint_kills import kill_during_a_save
 
@@ -64,6 +64,14 @@ def state():
 FSDP = "model = fsdp({seed})\nopt = torch.optim.AdamW(model.parameters(), lr={lr})"
 PLAIN = "model = build({seed})\nopt = torch.optim.AdamW(model.parameters(), lr={lr})"
 DDP = "model = DistributedDataParallel(build({seed}))\nopt = torch.optim.AdamW(model.parameters(), lr={lr})"
+LARGER = "larger = torch.nn.ModuleDict({'model': model, 'other': torch.nn.Linear(2, 2)})"
+
+STATEFUL = """
+class Stateful:
+    def state_dict(self): return {state}
+    def load_state_dict(self, state): pass
+bad = Stateful()
+"""
 
 
 def same(mesh: Mesh, source: str) -> Any:
@@ -165,6 +173,34 @@ def test_a_model_in_ddp_is_restored_without_it_with_rank_zeros_buffers(mesh: Mes
     assert are_equal(same(mesh, "state()"), state)
 
 
+def test_replicas_of_a_ddp_model_that_differ_are_saved_by_rank_and_said(
+    mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh.run(MODEL + DDP.format(seed=1, lr=0.05))
+    save(mesh, tmp_path / "same", "model")
+    mesh.run("model.module[0].bias.data += rank")
+    mesh.checkpoint(tmp_path / "run", "model", step=3).result(WAIT_S)
+    printed = when_printed("goes back to 4 ranks only", capsys)
+    assert printed.count("the replicas of a DDP model differ: model.0.bias (mesh.diff(0, 1, 'model') shows where)") == 1
+    mesh.run("own = model.module[0].bias.clone(); model.module[0].bias.data.zero_()")
+    mesh.restore(tmp_path / "run")
+    assert same(mesh, "torch.equal(own, model.module[0].bias)")
+
+
+def test_an_optimizer_is_restored_where_a_larger_module_holds_its_model_by_now(mesh: Mesh, tmp_path: Path) -> None:
+    mesh.run(MODEL + PLAIN.format(seed=1, lr=0.05) + "\ntrain(2)")
+    state = same(mesh, "state()")
+    save(mesh, tmp_path / "run", "model", "opt")
+    mesh.run(f"train(1)\n{LARGER}")
+    mesh.restore(tmp_path / "run")
+    assert are_equal(same(mesh, "state()"), state)
+    mesh.run("plain = torch.optim.SGD(model.parameters(), lr=0.05); del larger")
+    save(mesh, tmp_path / "plain", "plain")  # which has no state by parameter
+    mesh.run(f"{LARGER}; plain.param_groups[0]['lr'] = 1")
+    mesh.restore(tmp_path / "plain")
+    assert same(mesh, "plain.param_groups[0]['lr']") == 0.05
+
+
 @pytest.mark.numbers
 def test_training_goes_on_bit_for_bit_with_scheduler_step_and_random_numbers(mesh: Mesh, tmp_path: Path) -> None:
     mesh.run(
@@ -245,6 +281,14 @@ def test_an_optimizer_that_has_made_no_step_is_saved_as_it_is(mesh: Mesh, tmp_pa
         (
             "bad = torch.optim.SGD([torch.ones(2, requires_grad=True)])",
             "1 of the 1 parameters of `bad` have no name",
+        ),
+        (
+            STATEFUL.format(state="{'a.b': torch.ones(2), 'a': {'b': torch.zeros(2)}}"),
+            r"`bad` has \['a.b'\] and \['a'\]\['b'\], which are both `bad.a.b` in a checkpoint: rename one",
+        ),
+        (
+            STATEFUL.format(state="{'step@rank1': torch.ones(2)}"),
+            "`bad.step@rank1` ends like what a rank has",
         ),
     ],
 )

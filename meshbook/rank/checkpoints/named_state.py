@@ -7,8 +7,9 @@ A path begins with the name and goes on as torch's own state dicts do: `("model"
 from __future__ import annotations
 
 import random
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ Path = tuple[str, ...]
 
 RNG = "rng"  # the reserved name: each rank's generators of torch, CUDA, NumPy and Python
 
+# Of the keys of values that differ between ranks: `step@rank1`.
+RANK_SUFFIX = re.compile(r"@rank(\d+)$")
+
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, DTensor)
 # What wrappers put into the names of parameters, and state dicts leave out.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -40,6 +44,7 @@ class NamedState:
         tensors: by path; those of a module or tensor share the object's memory.
         values: what is not a tensor, by path.
         from_first_rank: paths that every rank has and DDP takes from rank 0 with the next forward.
+        replicated: paths of parameters that DDP keeps equal on all ranks.
         is_sharded: some of its tensors are DTensors.
     """
 
@@ -49,6 +54,7 @@ class NamedState:
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     from_first_rank: set[Path] = field(default_factory=set)
+    replicated: set[Path] = field(default_factory=set)
 
     @property
     def is_sharded(self) -> bool:
@@ -76,7 +82,7 @@ def read_state(name: str, namespace: Mapping[str, Any]) -> NamedState:
         case "module":
             _read_module(state)
         case "optimizer":
-            _read_optimizer(state, namespace)
+            read_optimizer(state, namings(target, name, namespace)[0])
         case "tensor":
             state.tensors[name,] = target
         case "generator":
@@ -87,7 +93,24 @@ def read_state(name: str, namespace: Mapping[str, Any]) -> NamedState:
             state.values[name,] = target
     for path, tensor in state.tensors.items():
         _check_tensor(key_of(path), tensor)
+    _check_keys([*state.tensors, *state.values])
     return state
+
+
+def _check_keys(paths: Sequence[Path]) -> None:
+    """Raise CheckpointError for paths that a checkpoint cannot tell apart."""
+    path_of: dict[str, Path] = {}
+    for path in paths:
+        key = key_of(path)
+        if (other := path_of.setdefault(key, path)) != path:
+            both = f"{_subscripts(other)} and {_subscripts(path)}"
+            raise CheckpointError(f"`{path[0]}` has {both}, which are both `{key}` in a checkpoint: rename one")
+        if RANK_SUFFIX.search(key):
+            raise CheckpointError(f"`{key}` ends like what a rank has of its own in a checkpoint: rename it")
+
+
+def _subscripts(path: Path) -> str:
+    return "".join(f"[{part!r}]" for part in path[1:])
 
 
 def kind_of(target: Any) -> str:
@@ -114,14 +137,19 @@ def _read_module(state: NamedState) -> None:
             state.tensors[name, fqn] = value
         else:  # of a module's get_extra_state
             state.values[name, fqn] = value
-    is_ddp = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+    is_ddp = isinstance(module, DistributedDataParallel)
     if is_ddp and module.process_group.size() == torch.distributed.get_world_size():
-        state.from_first_rank = {(name, clean_name(buffer)) for buffer, _ in module.module.named_buffers()}
+        ignored = module.parameters_to_ignore
+        state.replicated = {
+            (name, clean_name(one)) for one, _ in module.module.named_parameters() if one not in ignored
+        }
+        if module.broadcast_buffers:
+            state.from_first_rank = {(name, clean_name(buffer)) for buffer, _ in module.module.named_buffers()}
 
 
-def _read_optimizer(state: NamedState, namespace: Mapping[str, Any]) -> None:
+def read_optimizer(state: NamedState, names: Mapping[Any, str]) -> None:
+    """Read the state of an optimizer, whose parameters have these names."""
     optimizer, name = state.target, state.name
-    names = parameter_names(optimizer, name, namespace)
     groups = []
     for group in optimizer.param_groups:
         others = {key: value for key, value in group.items() if key != "params"}
@@ -131,35 +159,38 @@ def _read_optimizer(state: NamedState, namespace: Mapping[str, Any]) -> None:
         flatten((name, "state", names[parameter]), parameter_state, state, descend=True)
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, name: str, namespace: Mapping[str, Any]) -> dict[Any, str]:
-    """Return the name of each parameter of an optimizer.
+def namings(optimizer: torch.optim.Optimizer, name: str, namespace: Mapping[str, Any]) -> list[dict[Any, str]]:
+    """Return what the parameters of an optimizer can be called: at first how they are saved.
 
-    That is its name in the module that has it: of the modules in the namespace that have all the parameters, the one
-    with most. Parameters of several modules, and tensors, are named by their names in the namespace: `actor.0.weight`.
+    That is by their names in the module that has them: of the modules in the namespace that have all the parameters,
+    the one with most. Parameters of several modules, and tensors, are named by their names in the namespace:
+    `actor.0.weight`.
 
     Raises:
         CheckpointError: some have no name.
     """
     wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     all_names: dict[Any, str] = {}
-    best: dict[Any, str] = {}
+    by_module: list[dict[Any, str]] = []
     for bound, value in list(namespace.items()):
         if bound.startswith("_"):
             continue
         if isinstance(value, nn.Module):
             names = {parameter: clean_name(_without_ddp(value, full)) for full, parameter in value.named_parameters()}
-            if wanted <= names.keys() and len(names) > len(best):
-                best = names
+            if wanted <= names.keys():
+                by_module.append(names)
             all_names = {**{parameter: f"{bound}.{fqn}" for parameter, fqn in names.items()}, **all_names}
         elif isinstance(value, torch.Tensor):
             all_names.setdefault(value, bound)
-    found = best or all_names
-    if missing := wanted - found.keys():
+    found = sorted(by_module, key=len, reverse=True)
+    if (missing := wanted - all_names.keys()) and not found:
         raise CheckpointError(
             f"{len(missing)} of the {len(wanted)} parameters of `{name}` have no name: bind the module that has them "
             "to a name on the ranks"
         )
-    return {parameter: found[parameter] for parameter in wanted}
+    if not missing:
+        found.append(all_names)
+    return [{parameter: names[parameter] for parameter in wanted} for names in found]
 
 
 def _without_ddp(module: nn.Module, name: str) -> str:

@@ -50,6 +50,7 @@ class LocalPart(NamedTuple):
     values: dict[str, bytes]
     names: tuple[SavedName, ...]
     metadata: Metadata | None
+    unlike_replicas: tuple[str, ...] = ()  # keys of parameters that DDP keeps equal, and that are not
 
 
 def serialize_values(states: Iterable[NamedState]) -> dict[Path, bytes]:
@@ -169,6 +170,12 @@ class SavePlans:
             tuple(SavedName(state.name, state.kind, state.name in per_rank) for state in states),
             # DCP writes into it where this save's data is.
             None if known.metadata is None else dataclasses.replace(known.metadata),
+            tuple(
+                key_of(path)
+                for state in states
+                for path in state.tensors
+                if path in state.replicated & differing.keys()
+            ),
         )
 
 

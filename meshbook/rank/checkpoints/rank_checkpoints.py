@@ -95,7 +95,9 @@ class RankCheckpoints:
         except BaseException:  # the call's end tells the supervisor
             self._saves.pop(command.call, None)
             raise
-        return {"num_bytes": num_bytes, "seconds": perf_counter() - started}
+        assert save.part is not None  # planned
+        unlike = list(save.part.unlike_replicas)
+        return {"num_bytes": num_bytes, "seconds": perf_counter() - started, "unlike_replicas": unlike}
 
     def _stage_and_write(self, save: _Save) -> int:
         exchange = Exchange(self._rank, self.world_size)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -20,13 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from meshbook.errors import CheckpointError, message_of
 from meshbook.rank.checkpoints.exchange import Answer, Exchange, attempt
-from meshbook.rank.checkpoints.named_state import Path, key_of
+from meshbook.rank.checkpoints.named_state import RANK_SUFFIX, Path, key_of
 from meshbook.rank.checkpoints.targets import Problem, Target, make_target
 from meshbook.wire import checkpoint_folders
 from meshbook.wire.checkpoint_folders import CheckpointEntry
 from meshbook.wire.messages import SavedName
 
-_RANK_SUFFIX = re.compile(r"@rank(\d+)$")
 _MAX_LISTED = 8
 _DIFFERENT = "different on each rank"
 
@@ -232,7 +230,7 @@ class Restore:
 def _saved_state(saved: SavedName, metadata: Metadata) -> SavedState:
     state = SavedState(saved)
     for key, path in metadata.planner_data.items():
-        found = _RANK_SUFFIX.search(path[-1])
+        found = RANK_SUFFIX.search(path[-1])
         base = path if found is None else (*path[:-1], path[-1][: found.start()])
         if base[0] != saved.name:
             continue

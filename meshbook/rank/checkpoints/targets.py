@@ -17,7 +17,8 @@ from meshbook.rank.checkpoints.named_state import (
     Path,
     key_of,
     kind_of,
-    parameter_names,
+    namings,
+    read_optimizer,
     read_state,
     set_rng,
 )
@@ -104,11 +105,11 @@ def make_target(
         return _tensor_target(name, namespace, entries, device)
     if kind == "generator":
         return _GeneratorTarget(name, namespace, value_paths=[(name,)])
+    if kind == "optimizer":
+        return _optimizer_target(name, namespace, entries)
     current = read_state(name, namespace)
     if kind == "module":
         return _module_target(current, namespace, entries)
-    if kind == "optimizer":
-        return _optimizer_target(current, namespace, entries)
     return _stateful_target(current, namespace, entries)
 
 
@@ -179,9 +180,12 @@ def _module_target(current: NamedState, namespace: MutableMapping[str, Any], ent
 @dataclass
 class _OptimizerTarget(Target):
     names: dict[Any, str] = field(default_factory=dict)  # of its parameters
+    namings: list[dict[Any, str]] = field(default_factory=list)  # what else these can be called
 
     def compare_values(self) -> list[Problem]:
         saved = [sorted(group["params"]) for group in self.values[self.name, "param_groups"]]
+        names = {name for group in saved for name in group}
+        self.names = next((one for one in self.namings if set(one.values()) == names), self.names)
         groups = self.namespace[self.name].param_groups
         here = [sorted(self.names[parameter] for parameter in group["params"]) for group in groups]
         if saved == here:
@@ -207,11 +211,18 @@ class _OptimizerTarget(Target):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _optimizer_target(current: NamedState, namespace: MutableMapping[str, Any], entries: Entries) -> Target:
-    """A state that the optimizer does not have yet is made as the checkpoint has it."""
-    names = parameter_names(current.target, current.name, namespace)
+def _optimizer_target(name: str, namespace: MutableMapping[str, Any], entries: Entries) -> Target:
+    """A state that the optimizer does not have yet is made as the checkpoint has it.
+
+    Its parameters are called as the checkpoint calls them: a larger module may hold the model by now.
+    """
+    possible = namings(namespace[name], name, namespace)
+    saved = {path[2] for path in entries if path[1] == "state"}
+    names = next((one for one in possible if saved <= set(one.values())), possible[0])
+    current = NamedState(name, "optimizer", namespace[name])
+    read_optimizer(current, names)
     parameters = {name: parameter for parameter, name in names.items()}
-    target = _OptimizerTarget(current.name, namespace, names=names)
+    target = _OptimizerTarget(name, namespace, names=names, namings=possible)
     for path, entry in entries.items():
         if path[1] == "state" and path[2] not in parameters:
             continue  # of a parameter that this rank does not have; `compare_values` compares the names
