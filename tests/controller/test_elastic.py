@@ -413,6 +413,19 @@ def test_a_setup_cell_with_an_elastic_loop_does_not_train_on_a_new_rank_alone() 
         assert mesh.run("total").values.same() == 3
 
 
+def test_the_memory_of_a_loop_that_has_ended_is_free_when_another_has_begun(mesh: Mesh) -> None:
+    mesh.run("weights = torch.arange(100.0)")
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        mesh.run("for i in mesh.elastic(range(2), state='weights', name='open', every=1):\n    if i: 1 / 0")
+    for name in "abc":
+        mesh.run(f"for i in mesh.elastic(range(3), state='weights', name={name!r}): pass")
+    kept = (
+        "import gc\nfrom meshbook.rank.elastic.runs import ElasticRuns\n"
+        "[list(one.runs) for one in gc.get_objects() if type(one) is ElasticRuns][0][-2:]"
+    )
+    assert mesh.run(kept, echo=False).values.same() == ["open", "c"]
+
+
 def test_a_name_that_is_wrong_on_one_rank_is_said_on_all(mesh: Mesh) -> None:
     mesh.run("only_here = 1 if rank == 2 else None\nif rank != 2: del only_here")
     with pytest.raises(CellError, match=r"ranks? 0(-1)?: there is no `only_here`"):

@@ -22,6 +22,7 @@ from meshbook.rank.elastic.agreement import (
     decide,
     describe_going_back,
     describe_resized,
+    ended_everywhere,
     find_sources,
     replicated_names,
     units_to_copy,
@@ -49,6 +50,12 @@ def request(known: Record | None, **changed: Any) -> Request:
 
 def test_a_first_run_begins() -> None:
     assert decide([request(None), request(None)]) == Begin(1)
+
+
+def test_runs_are_let_go_of_whose_cells_have_ended_well_on_all_ranks() -> None:
+    requests = [request(None, ended=("a", "b")), request(None, ended=("b", "c"))]
+    assert ended_everywhere(requests) == {"b"}
+    assert ended_everywhere([*requests, request(None)]) == set()  # a new rank, which does not know
 
 
 def test_all_ranks_go_back_to_the_newest_snapshot_and_a_new_rank_lacks_it() -> None:

@@ -88,6 +88,7 @@ class Request(Struct, frozen=True, array_like=True):
     Attributes:
         loop: how many loops with this key began in this cell before.
         problem: why a new run cannot begin there; "" if it can.
+        ended: keys of other runs, whose cells have ended well there.
     """
 
     key: str
@@ -98,6 +99,7 @@ class Request(Struct, frozen=True, array_like=True):
     loop: int
     problem: str
     record: Record | None
+    ended: tuple[str, ...] = ()
 
 
 class Begin(Struct, frozen=True):
@@ -186,6 +188,11 @@ def options_to_go_back(run: int, records: Sequence[Record | None], loop: int) ->
         found.append(option)
     newest = found[0].snapshot
     return [option for option in found if option.snapshot.world_size == newest.world_size]
+
+
+def ended_everywhere(requests: Sequence[Request]) -> set[str]:
+    """Return the keys of runs that no rank will go on with: their cells have ended well on all ranks."""
+    return set(requests[0].ended).intersection(*(request.ended for request in requests))
 
 
 def _goes_on(latest: Sequence[Record | None], request: Request) -> bool:

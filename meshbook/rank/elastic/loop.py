@@ -26,6 +26,7 @@ from meshbook.rank.elastic.agreement import (
     decide,
     describe_going_back,
     describe_resized,
+    ended_everywhere,
     fold_problems,
 )
 from meshbook.rank.elastic.contents import Part
@@ -132,9 +133,11 @@ class ElasticLoop(Generic[Batch]):
         self._from = 0, 0  # row of the epoch and step at which this iteration over the loader began
         self.step = 0
         number = runs.count_loop(self._key)
-        decision = decide(self._exchange_requests(number, restart))
+        requests = self._exchange_requests(number, restart)
+        decision = decide(requests)
         if isinstance(decision, Begin):
             self._begin(decision, number)
+            runs.forget(ended_everywhere(requests))
         else:
             self._go_back(decision)
 
@@ -193,6 +196,7 @@ class ElasticLoop(Generic[Batch]):
             loop=number,
             problem=_find_problem(self._names, runs.namespace, self._device_mesh()),
             record=None if run is None else run.describe(),
+            ended=tuple(key for key, other in runs.runs.items() if not other.is_open and key != self._key),
         )
         return [_requests.decode(text) for text in transfer.gather(_packer.encode(request))]
 

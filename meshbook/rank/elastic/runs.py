@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,12 +232,17 @@ class ElasticRuns:
         self._num_loops = {}
 
     def call_ended(self, *, succeeded: bool) -> None:
-        """Close the runs of a call that has ended well; their last snapshots stay, and take the memory of one."""
+        """Close the runs of a call that has ended well; their last snapshots stay until another loop has one."""
         for run in self.runs.values():
             if run.last_call == self.call and run.is_open:
                 run.current = None
                 if succeeded:
                     run.is_open, run.spare, run.one_pass = False, None, None
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Let go of runs that no rank will go on with, and of the memory of their snapshots."""
+        for key in keys:
+            self.runs.pop(key, None)
 
     def source_digest(self) -> str:
         if not self.source:
