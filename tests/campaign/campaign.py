@@ -5,7 +5,9 @@ One mesh of each kind is used for case after case, healed where a rank was lost,
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, HealError, MeshbookError, RankLost
 from meshbook.wire import processes
+from tests.budget import when
 from tests.campaign import checks, work
 from tests.campaign.checks import Problem
 from tests.campaign.draws import WORLD_SIZE, Draw
@@ -141,6 +144,7 @@ class Case:
         self._before: checks.Remains
         self._exits: dict[int, Any] = {}
         self._exit_times: list[float] = []
+        self._second_pid: int | None = None
         self._done_at = 0.0  # when the fault began
         self._fault_error: BaseException | None = None
         self._is_work_over = threading.Event()
@@ -172,6 +176,9 @@ class Case:
             return
         new = {info.pid for info in self.mesh.status().ranks if info.rank in self._exits and info.pid}
         gone = {exited.pid for exited in self._exits.values()}
+        if self._second_pid is not None:
+            new |= self._rank_pids() - self.own_pids
+            gone |= {self._second_pid} & self.own_pids
         new |= self._fork_servers() - self._own_servers
         gone |= {pid for pid in self._own_servers if not processes.is_running(processes.identify(pid))}
         if self.fault.lost == "host":
@@ -294,18 +301,58 @@ class Case:
         if set(self.mesh.session.lost) != wanted:
             raise WrongResult(f"ranks {sorted(wanted)} were to be lost, and {self.mesh.session.lost} are")
         self.result.problems += checks.check_exit(self.draw, self._exits)
-        healed = self._heal() if wanted else None
+        healed = self._heal() if wanted else []
         self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
         self._verify()
-        self.result.outcome = "healed" if healed is not None else "went on"
+        if self.draw.resizes:
+            self._resize_and_back(healed)
+        self.result.outcome = "healed" if healed else "went on"
 
-    def _heal(self) -> Healed:
+    def _heal(self) -> list[Healed]:
+        """Heal until all ranks live, whoever dies meanwhile; return what came of each heal, in order."""
         began = time.monotonic()
-        healed = self.mesh.heal()
+        killer = None
+        if self.draw.second is not None:
+            killer = threading.Thread(target=self._kill_second, args=self.draw.second, name="second death")
+            killer.start()
+        found: list[Healed] = []
+        while True:
+            try:
+                found.append(self.mesh.heal())
+            except HealError:
+                if killer is None:
+                    raise
+            if killer is not None:
+                killer.join()
+                killer = None
+                self._wait_for_second()
+            elif found and not self.mesh.session.lost:
+                break
         self.result.healed_s = time.monotonic() - began
-        if set(healed.ranks) != set(self._exits):
-            raise WrongResult(f"ranks {sorted(self._exits)} were to be healed: {healed}")
-        return healed
+        if not set(self._exits) <= {rank for healed in found for rank in healed.ranks}:
+            raise WrongResult(f"ranks {sorted(self._exits)} were to be healed: {found}")
+        return found
+
+    def _kill_second(self, rank: int, delay_s: float) -> None:
+        time.sleep(delay_s)  # a moment of the heal, which is drawn
+        pid = self.mesh.status().ranks[rank].pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._second_pid = pid
+
+    def _wait_for_second(self) -> None:
+        """Wait until the mesh knows of the second death, if there was one."""
+        pid = self._second_pid
+        if pid is not None:
+            when(lambda: all(info.pid != pid or info.state == "dead" for info in self.mesh.status().ranks))
+
+    def _resize_and_back(self, healed: list[Healed]) -> None:
+        """A mesh with one rank more, and then as before, has what it had."""
+        for size in (WORLD_SIZE + 1, WORLD_SIZE):
+            self.mesh.resize(dp=size)
+            WORKS["collectives"].verify(self.scene)
+        self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
 
     def _verify(self) -> None:
         """The work itself, and collectives, on the whole mesh.

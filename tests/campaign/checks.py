@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,17 +138,21 @@ def held(rank: int, seed: int) -> dict[str, Any]:
     return {"own": (rank, seed), "same": torch.arange(64.0) + seed, "nested": {"a": [seed, "x"], "own": [rank]}}
 
 
-def check_state(mesh: Mesh, seed: int, healed: Healed | None) -> list[Problem]:
-    """Check what every rank holds: the survivors all of it, a new rank the same or it was said to be missing."""
+def check_state(mesh: Mesh, seed: int, heals: Sequence[Healed]) -> list[Problem]:
+    """Check what every rank holds: the survivors all of it, new ranks the same or it was said to be missing.
+
+    Args:
+        heals: in order. A rank may get from one that was healed before what this one has got, and no more.
+    """
     found = mesh.run(f"{{name: globals()[name] for name in {_NAMES} if name in globals()}}", echo=False).values
     problems = []
     for rank, names in dict(found).items():
-        missing = healed.missing.get(rank, {}) if healed is not None and rank in healed.ranks else {}
+        missing = {name: why for healed in heals for name, why in healed.missing.get(rank, {}).items()}
         for name, value in held(rank, seed).items():
             if name not in names and name in missing:
                 continue
             if name not in names or not _equal(names[name], value):
-                said = f", and heal() says {missing.get(name, 'nothing of it')}" if healed is not None else ""
+                said = f", and heal() says {missing.get(name, 'nothing of it')}" if heals else ""
                 text = f"rank {rank} holds {name} = {names.get(name, 'nothing')!r} instead of {value!r}{said}"
                 problems.append(Problem("lost state", text))
     if sorted(dict(found)) != list(mesh.ranks):

@@ -11,6 +11,11 @@ from tests.campaign.work import WORKS, Work
 WORLD_SIZE = 3
 # Seconds of work before the fault, at most.
 MAX_DELAY_S = 0.4
+# How often another rank dies while the mesh is healed, and how late at most: in seconds after the heal has begun.
+SECOND_DEATH = 0.33
+MAX_SECOND_DELAY_S = 1.0
+# How often a mesh is resized to one rank more, and back, when all is verified.
+RESIZES = 0.15
 # How often a fault that takes something comes in a work that needs it.
 IN_NEED = 0.7
 
@@ -23,6 +28,8 @@ class Draw:
         seed: the campaign's; with `number` it repeats the case.
         case_seed: of the case's numbers and of the fault's own choices.
         delay_s: from when every rank works to the fault.
+        second: the rank that dies while the mesh is healed, and how many seconds after that has begun; None: none.
+        resizes: the mesh is resized afterwards, and back.
     """
 
     seed: int
@@ -32,9 +39,16 @@ class Draw:
     victim: int
     delay_s: float
     case_seed: int
+    second: tuple[int, float] | None = None
+    resizes: bool = False
 
     def __str__(self) -> str:
-        return f"{self.number} (seed {self.case_seed}): {self.fault} in {self.work}, rank {self.victim}"
+        return f"{self.number} (seed {self.case_seed}): {self.fault} in {self.work}, rank {self.victim}{self._more}"
+
+    @property
+    def _more(self) -> str:
+        second = f", and rank {self.second[0]} {self.second[1]:.2f} s into the heal" if self.second else ""
+        return f"{second}{', then resized' if self.resizes else ''}"
 
 
 def deck(seed: int, index: int) -> list[str]:
@@ -56,6 +70,8 @@ def draw_case(seed: int, number: int) -> Draw:
         rng.randrange(WORLD_SIZE),
         rng.uniform(0.0, MAX_DELAY_S),
         rng.randrange(1, 1 << 24),
+        (rng.randrange(WORLD_SIZE), rng.uniform(0.0, MAX_SECOND_DELAY_S)) if rng.random() < SECOND_DEATH else None,
+        rng.random() < RESIZES,
     )
 
 

@@ -97,6 +97,20 @@ def _collect(kind: str, number: int, rank: int, turn: int) -> int:
     return int(own)
 
 
+def elastic_turn(number: int, rank: int, turn: int) -> int:
+    """One turn of `collectives`."""
+    kind = arithmetic.kind_of(turn)
+    return arithmetic.mix(kind, number, _collect(kind, number, rank, turn), rank)
+
+
+def end_elastic_turn(folder: str, rank: int, turns: int) -> bool:
+    """Note how many turns all ranks have come to; return whether the loop is to end."""
+    is_over = _begin(folder, rank)
+    if rank == 0:
+        (Path(folder) / "turns").write_text(str(turns))
+    return _all_over(is_over())
+
+
 def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 

@@ -29,6 +29,8 @@ class Scene:
         victim: the rank that is hit.
         rng: of the fault's own choices; only its thread draws from it.
         folder: of the files by which ranks and campaign speak.
+        committed: of a work that saves, the number of its last checkpoint that was committed.
+        ended_well: set when a work that goes on after a fault was not cut off by one.
         over: set when the fault is done and whatever runs is to end by itself.
     """
 
@@ -39,6 +41,8 @@ class Scene:
     mesh: Mesh
     surroundings: Surroundings
     folder: Path
+    committed: int = -1
+    ended_well: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
     @property

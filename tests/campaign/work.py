@@ -1,10 +1,8 @@
-"""What a mesh does when a fault comes, as a table, and how its numbers are verified.
-
-Checkpoints of Meshbook's own and elastic loops belong here too: a class with `run` and `verify`, and a row in WORKS.
-"""
+"""What a mesh does when a fault comes, as a table, and how its numbers are verified."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import meshbook
-from meshbook.errors import MeshbookError, RankLost
+from meshbook.errors import CheckpointError, MeshbookError, RankLost
+from meshbook.wire import checkpoint_folders
 from tests.campaign import arithmetic, on_ranks
 from tests.campaign.scene import Scene
 from tests.random_faults.actor_programs import Counter, mix_number
@@ -22,7 +21,7 @@ from tests.random_faults.harness import WrongResult
 
 # Run on ranks as they start, and again on new ones: `on_ranks`, the thread for faults, a model under DDP.
 SETUP = """
-from tests.campaign import on_ranks
+from tests.campaign import arithmetic, on_ranks
 on_ranks.listen({folder!r}, rank)
 model = on_ranks.make_model()
 wrapped = on_ranks.wrap_model(model)
@@ -221,6 +220,80 @@ def _stop_actors(scene: Scene, counters: Any) -> None:
         return  # its rank has ended meanwhile, which the work's own error says
 
 
+# ---- an elastic loop, whose state each rank has of its own
+
+_EVERY = 7
+_ELASTIC = """
+number, turns = arithmetic.first_number({seed}, rank), 0
+for turn in mesh.elastic(range(1 << 20), state=("number", "turns"), every={every}, name="case {case}"):
+    number, turns = on_ranks.elastic_turn(number, rank, turn), turn + 1
+    if on_ranks.end_elastic_turn({folder!r}, rank, turns):
+        break
+turns, number
+"""
+
+
+def _elastic(scene: Scene) -> None:
+    _check_collectives(scene, run_cell_on_all(scene, _elastic_cell(scene)))
+    scene.ended_well.set()
+
+
+def _verify_elastic(scene: Scene) -> None:
+    """The loop goes on where the fault has cut it off, with what each rank had there."""
+    noted = scene.folder / "turns"
+    before = int(noted.read_text() or 0) if noted.exists() else 0
+    found = run_cell_on_all(scene, _elastic_cell(scene))
+    _check_collectives(scene, found)
+    turns = found[0][0]
+    if not scene.ended_well.is_set() and turns <= before - 2 * _EVERY:
+        raise WrongResult(f"the elastic loop went on at turn {turns}, and had come to turn {before}")
+
+
+def _elastic_cell(scene: Scene) -> str:
+    return _ELASTIC.format(seed=scene.seed, every=_EVERY, case=scene.number, folder=str(scene.folder))
+
+
+# ---- checkpoints of Meshbook's, which replace one another
+
+
+def _saves(scene: Scene) -> None:
+    turn = 0
+    while not scene.over.is_set():
+        run_cell_on_all(scene, f"saved, saved_own = on_ranks.checkpoint_state({scene.seed}, {turn}), rank * {turn}")
+        try:
+            save = scene.mesh.checkpoint(_saves_path(scene), "saved", "saved_own", step=turn % 2, overwrite=True)
+            save.result(CALL_TIMEOUT_S)
+        except CheckpointError:
+            run_cell_on_all(scene, "rank")  # who says it if a rank is lost
+            raise
+        scene.committed = turn
+        scene.begin_all()
+        turn += 1
+
+
+def _verify_saves(scene: Scene) -> None:
+    """Each checkpoint that is there is whole, and what was committed is among them, or something later is."""
+    turns = []
+    there = os.path.exists(_saves_path(scene))
+    for entry in checkpoint_folders.list_checkpoints(_saves_path(scene)) if there else ():
+        step = entry.manifest.step
+        scene.mesh.restore(_saves_path(scene), step=step)
+        for rank, (saved, own) in run_cell_on_all(scene, "saved, saved_own").items():
+            turn = int(saved["turn"])
+            turns.append(turn)
+            wanted = on_ranks.checkpoint_state(scene.seed, turn)
+            is_same = all(torch.equal(saved[name], value) for name, value in wanted.items())
+            if own != rank * turn or not is_same or turn % 2 != step:
+                raise WrongResult(f"the checkpoint of step {step} gives rank {rank} {saved} and {own}")
+    if max(turns, default=-1) < scene.committed:
+        raise WrongResult(f"the checkpoint of turn {scene.committed} was committed, and there are those of {turns}")
+    _verify_collectives(scene)
+
+
+def _saves_path(scene: Scene) -> str:
+    return str(scene.disk / f"saves-{scene.number}")
+
+
 # ---- checkpoints, of torch's own kind
 
 
@@ -287,6 +360,8 @@ WORKS = {
         Work("tensors", _tensors, _verify_tensors, frozenset({"memory", "connections"})),
         Work("actors", _actors, _verify_actors, frozenset({"memory"})),
         _cell_work("checkpoints", _checkpoints_cell, _check_checkpoints, _verify_checkpoints, "connections", "disk"),
+        Work("elastic", _elastic, _verify_elastic, frozenset({"memory", "connections"})),
+        Work("saves", _saves, _verify_saves, frozenset({"memory", "connections", "disk"})),
         _cell_work("files", _files_cell, _check_nothing, _verify_alone, "disk"),
         _cell_work("loader", _loader_cell, _check_nothing, _verify_collectives, "shared memory"),
     )
