@@ -298,8 +298,8 @@ class HostAgent:
         if record.exit_reason is not None:  # another rank could not be started, so the mesh failed to start
             kill_unwanted(process)
             return
-        record.pid = process.pid
         self._processes.add(rank, process)
+        self._carry_out(record.started(process.pid))
         record.pending_notices += self.launcher.notices
         self._snapshots.rank_started(rank)
 

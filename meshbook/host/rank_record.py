@@ -36,7 +36,7 @@ class RankRecord:
     work_ready: bool = False
     service_ready: bool = False
     exit_reason: str | None = None  # how it ended
-    is_killed_by_us: bool = False  # by SIGKILL
+    is_killed_by_us: bool = False  # by SIGKILL, as soon as there is a process
     is_preempted: bool = False  # it was asked to end
     has_actors: bool = False
     is_leaving: bool = False  # it will be a rank of the mesh no more
@@ -76,8 +76,13 @@ class RankRecord:
         return self.to_signal(STOP_SIGNAL) if self.service_ready else []
 
     def to_signal(self, number: int) -> Instructions:
-        """Send a signal, if there is a process to send it to."""
-        if self.pid is None or self.exit_reason is not None:
+        """Send a signal, if there is a process to send it to; SIGKILL to one that has yet to start, too."""
+        if self.exit_reason is not None:
             return []
         self.is_killed_by_us = self.is_killed_by_us or number == signal.SIGKILL
-        return [SignalRank(self.rank, number)]
+        return [SignalRank(self.rank, number)] if self.pid is not None else []
+
+    def started(self, pid: int) -> Instructions:
+        """Its process runs. One that was killed meanwhile ends at once, and its exit is reported like any other."""
+        self.pid = pid
+        return [SignalRank(self.rank, signal.SIGKILL)] if self.is_killed_by_us else []

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -581,8 +582,6 @@ def test_healing_right_after_a_loss_waits_until_the_cell_of_the_lost_rank_has_en
 
 def start_heal_and_wait_for(mesh: Mesh, word: str, rank: int) -> Any:
     """Begin to heal in the background, and wait until the new rank has printed a word in its setup cell."""
-    from concurrent.futures import ThreadPoolExecutor
-
     executor = ThreadPoolExecutor(1)
     future = executor.submit(mesh.heal)
     executor.shutdown(wait=False)
@@ -659,6 +658,24 @@ def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_n
     healed = trio.heal()
     assert healed.ranks == tuple(sorted({1, victim}))
     assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t), step") == dict.fromkeys(range(3), (3, 1))
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_lost_before_the_new_process_has_started_ends_the_attempt_and_the_next_one_succeeds(
+    trio: Mesh,
+) -> None:
+    trio.run("kept = torch.arange(16.0)", echo=False)
+    (server,) = set(values(trio, "__import__('os').getppid()").values())
+    os.kill(server, signal.SIGKILL)  # the next rank waits for the imports of another one
+    kill(trio, 1)
+    with ThreadPoolExecutor(1) as executor:
+        healing = executor.submit(trio.heal)
+        when(lambda: trio.status().ranks[1].state == "starting" or healing.done())
+        os.kill(pids(trio)[0] or 0, signal.SIGKILL)
+        with pytest.raises(HealError, match="%mesh heal tries again"):
+            healing.result(DEADLINE_S)
+        assert executor.submit(trio.heal).result(DEADLINE_S).ranks == (0, 1)
+    assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t)") == dict.fromkeys(range(3), 3)
 
 
 @pytest.mark.thorough

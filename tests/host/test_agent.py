@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import zmq
 
 from meshbook.host.agent import HostAgent
+from meshbook.host.instructions import SignalRank
 from meshbook.host.rank_record import RankRecord
 from meshbook.wire import codec, messages
 from meshbook.wire.linked_sockets import LinkedDealer
@@ -107,3 +109,13 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, mon
     monkeypatch.setattr(bench.agent, "_report", ask)
     bench.agent._tick()
     assert reported == ["a-1", "a-2"]
+
+
+def test_a_rank_that_is_killed_before_its_process_has_started_ends_as_soon_as_that_has(bench: Bench) -> None:
+    kill = messages.KillRanks(call="k-1", ranks=(0,))  # type: ignore[arg-type]
+    bench.agent.handle(kill, codec.encode_body(kill))
+    assert bench.ranks[0].started(pid=77) == [SignalRank(0, signal.SIGKILL)]
+    assert bench.ranks[1].started(pid=78) == []
+    interrupt = RankRecord(2)
+    interrupt.to_signal(signal.SIGUSR2)
+    assert interrupt.started(pid=79) == []
