@@ -211,16 +211,12 @@ class ElasticLoop(Generic[Batch]):
                 run.spare = present.spare or next(iter(present.complete), None)
                 if run.spare is not None:
                     run.spare.held = None
-                self._say_what_is_dropped(present)
+                present.say_that_it_is_dropped()
             runs.runs[self._key] = run
         self._use(run)
         self._start = self._capture_start()
         self._take_snapshot()
         self._batches = iter(self._loader)
-
-    def _say_what_is_dropped(self, run: Run) -> None:
-        if run.is_open and run.reached:
-            print(f"elastic: begins anew; the run that was interrupted at step {run.reached} is dropped")
 
     def _go_back(self, options: Sequence[GoBack]) -> None:
         runs = self._runs

@@ -93,6 +93,10 @@ class Run:
             for name, units in (by_rank[rank] if rank < len(by_rank) else {}).items()
         }
 
+    def say_that_it_is_dropped(self) -> None:
+        if self.is_open and self.reached:
+            print(f"elastic: begins anew; the run that was interrupted at step {self.reached} is dropped")
+
     @property
     def next_number(self) -> int:
         return 1 + max((held.number for held in self.describe().snapshots), default=-1)
