@@ -140,6 +140,7 @@ class Case:
         self.is_mesh_over = False
         self.own_pids: frozenset[int] = frozenset()
         self._own_servers: set[int] = set()  # fork servers
+        self._resize_servers: set[int] = set()
         self._own_supervisor: set[int] = set()
         self._before: checks.Remains
         self._exits: dict[int, Any] = {}
@@ -179,7 +180,7 @@ class Case:
         if self._second_pid is not None:
             new |= self._rank_pids() - self.own_pids
             gone |= {self._second_pid} & self.own_pids
-        new |= self._fork_servers() - self._own_servers
+        new |= (self._fork_servers() | self._resize_servers) - self._own_servers
         gone |= {pid for pid in self._own_servers if not processes.is_running(processes.identify(pid))}
         if self.fault.lost == "host":
             new, gone = self._mesh_pids() - self.own_pids, self.own_pids - self._mesh_pids()
@@ -352,6 +353,7 @@ class Case:
         for size in (WORLD_SIZE + 1, WORLD_SIZE):
             self.mesh.resize(dp=size)
             WORKS["collectives"].verify(self.scene)
+            self._resize_servers |= self._fork_servers()  # one may have been started for the rank that leaves
         self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
 
     def _verify(self) -> None:

@@ -46,7 +46,7 @@ def run_kernel_case(draw: Draw, result: Result, surroundings: Surroundings, fold
         check_end = WORKS[draw.work].check_end
         assert check_end is not None  # only works that are cells are drawn for kernels
         check_end(scene, work.run_cell(scene, "found"))
-        result.problems += checks.check_state(mesh, scene.seed, None)
+        result.problems += checks.check_state(mesh, scene.seed, [])
         WORKS[draw.work].verify(scene)
         WORKS["collectives"].verify(scene)
         mesh.detach()
