@@ -150,8 +150,10 @@ def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
     if healed.resized is not None:
         return _describe_resized(healed, healed.resized)
     if healed.copied_to:
-        parts = _describe_restored(healed.restored) or ["nothing was copied"]
-        return "\n".join([f"{' · '.join(parts)}, copied to {name_ranks(healed.copied_to)}", *_describe_lacking(healed)])
+        what = " · ".join(_describe_restored(healed.restored))
+        to = name_ranks(healed.copied_to)
+        first = f"{what}, copied to {to}" if what else f"nothing was copied to {to}"
+        return "\n".join([first, *_describe_lacking(healed)])
     if not healed.ranks:
         took = f" ({format_seconds(healed.seconds)})" if healed.seconds else ""
         every = f"all {len(healed.info.ranks)} ranks are alive"
@@ -204,9 +206,9 @@ def _describe_lacking(healed: messages.MeshHealed) -> list[str]:
     lines = _describe_names(absent, "not on", "missing")
     lines += _describe_names(healed.kept, "as setup cells made it on", "kept")
     if healed.alike:
-        lines.append(
-            f"flags and counters may differ by rank; if these do not: %mesh heal --copy {' '.join(healed.alike)}"
-        )
+        is_few = len(healed.alike) <= _MAX_NAMES_SHOWN
+        names = f" {' '.join(healed.alike)}" if is_few else f", which copies these {len(healed.alike)}, or some by name"
+        lines.append(f"flags and counters may differ by rank; if these do not: %mesh heal --copy{names}")
     return lines
 
 
