@@ -24,7 +24,11 @@ GATE: dict[str, tuple[str, ...]] = {
     "the ranks stay": ("kernel/test_lifetime.py", "kernel/test_output_survives.py"),
     "Stop works": ("controller/test_sigint.py", "kernel/test_interrupts.py"),
     "it says why it hangs": ("controller/test_inspection.py", "kernel/test_inspection.py", "zoo/test_hangs.py"),
-    "nothing dies but what died, and heal": ("controller/test_faults.py", "controller/test_heal.py"),
+    "nothing dies but what died, and heal": (
+        "controller/test_faults.py",
+        "controller/test_heal.py",
+        "controller/test_heal_contents.py",
+    ),
     "more ranks, or fewer": ("controller/test_resize.py",),
     "an elastic loop goes on at its step": ("controller/test_elastic.py",),
     "checkpoints": ("controller/test_checkpoints.py",),

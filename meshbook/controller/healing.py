@@ -58,7 +58,7 @@ def _names_to_copy(copy: bool | str | Sequence[str]) -> tuple[str, ...] | None:
     if isinstance(copy, bool):
         return None if copy else ()
     parts = copy.replace(",", " ").split() if isinstance(copy, str) else copy
-    names = dict.fromkeys(part.partition(".")[0] for part in parts)
+    names = dict.fromkeys(str(part).partition(".")[0] for part in parts)
     if not names or not all(map(str.isidentifier, names)):
         raise UsageError(f"copy={copy!r}: which names? Write it like copy='step losses'; True: all that are alike")
     return tuple(names)

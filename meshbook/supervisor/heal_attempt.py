@@ -73,6 +73,13 @@ class HealAttempt:
             for rank in ranks:
                 self.missing.setdefault(rank, {})[name] = "parts of it were lost with a rank, and are NaN"
 
+    def offered(self, before: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names that can be copied afterwards; `before`: those that could be."""
+        if self.is_copy:
+            copied = {name for found in self.restored.values() for name in found}
+            return tuple(name for name in before if name not in copied)
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.alike))  # of `net.tau`: net
+
     def why_nothing_was_copied(self, num_ranks: int, groups: str) -> str:
         """Return why the new ranks got nothing from others; "" if they were given what is proven."""
         if len(self.new_ranks) == num_ranks:

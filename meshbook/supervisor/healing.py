@@ -285,8 +285,7 @@ class Healing:
             names = {name: reason for name in self._cells.names if name not in attempt.bound}
             attempt.missing = dict.fromkeys(attempt.new_ranks, names) if names else {}
         if attempt.new_ranks:
-            self._last_healed = attempt.new_ranks
-            self._offered = tuple(dict.fromkeys(name.partition(".")[0] for name in attempt.alike))  # of `net.tau`: net
+            self._last_healed, self._offered = attempt.new_ranks, attempt.offered(self._offered)
         checkpoint = self._saves.last_committed({name for names in attempt.missing.values() for name in names})
         age_s = self._saves.age_s(checkpoint, now) if checkpoint is not None else 0.0
         healed = attempt.reply(self._info(), now, checkpoint, age_s)

@@ -27,7 +27,8 @@ from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeErro
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.engine import ENGINES
 from tests.budget import WAIT_S, when
-from tests.controller.test_heal import DDP, TRAINING, Counter, kill, pids, press_stop_when, values
+from tests.controller.test_heal import Counter, kill, pids, press_stop_when, values
+from tests.controller.test_heal_contents import DDP, TRAINING
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")

@@ -172,9 +172,10 @@ def test_a_module_whose_buffers_alone_differ_comes_with_those_of_the_source_and_
 
 def test_attributes_stay_as_a_setup_cell_made_them_and_are_named_where_they_are_alike_on_the_others() -> None:
     alike, own = of_all(model("a", attributes="tau=0.5")), model("b", attributes="tau=1.0")
-    found, named = choice(alike, own, built=("x",)), choice(alike, own, built=("x",), copy=("x",))
-    assert found == Choice(0, "equal on all others", names_attributes=True)
-    assert named == Choice(0, "equal on all others", with_attributes=True)
+    assert choice(alike, own, built=("x",)) == Choice(0, "equal on all others", names_attributes=True)
+    for copy in (("x",), None):  # named, and all that is alike
+        named = choice(alike, own, built=("x",), copy=copy)
+        assert named == Choice(0, "equal on all others", with_attributes=True)
 
 
 @pytest.mark.parametrize(("own", "are"), [(None, "those of rank 0"), (model("b"), "as they were made here")])

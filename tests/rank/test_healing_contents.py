@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshbook.rank.healing.contents import describe
+from meshbook.rank.healing.contents import describe, describe_names
 from meshbook.rank.healing.filling import is_fillable
+from meshbook.rank.healing.replicas import Replicas
 from meshbook.rank.object_states import load_state, state_of
 
 
@@ -37,6 +38,30 @@ class Scaled(nn.Module):
 class Holder:
     def __init__(self, held: Any) -> None:
         self.held = held
+
+
+class Trainer:
+    """Whose optimizer says nothing of its flags."""
+
+    def __init__(self, *, is_main: bool) -> None:
+        self.optimizer = torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1)
+        self.is_main = is_main
+
+
+class Averages:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Unlisted(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Any:
+        raise RuntimeError("not yet")
 
 
 def adder(number: int) -> Callable[[int], int]:
@@ -126,6 +151,9 @@ def test_what_new_group_returns_on_other_ranks_is_no_number() -> None:
         (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), False),
         (torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1)), True),
         (Holder(torch.arange(16.0)), True),
+        (Trainer(is_main=False), False),
+        (Averages({"weights": torch.arange(16.0)}), True),
+        (Averages({"weights": torch.arange(16.0), "is_main": False}), False),
         (adder, True),
         (adder(3), False),
         (lambda x, is_main=False: x, False),
@@ -135,3 +163,16 @@ def test_what_cannot_be_equal_by_chance_is_many_bytes_that_are_not_all_alike_and
     value: Any, is_telling: bool
 ) -> None:
     assert describe(value).is_telling == is_telling
+
+
+def test_an_object_is_a_replica_by_its_own_parameters_and_not_by_those_of_an_optimizer_that_it_holds() -> None:
+    trainer = Trainer(is_main=False)
+    replicas = Replicas()
+    replicas._by_parameter |= {id(one): (0, 1) for one in trainer.optimizer.param_groups[0]["params"]}
+    scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
+    assert [describe(one, replicas).replicas for one in (trainer.optimizer, scheduler, trainer)] == [(0, 1), (0, 1), ()]
+
+
+def test_of_a_module_whose_own_code_raises_nothing_is_known_and_the_others_are_described() -> None:
+    found = describe_names({"bad": Unlisted(8, 8), "good": torch.arange(16.0)}, ["bad", "good"])
+    assert (found["bad"].replicas, found["good"].is_telling) == ((), True)

@@ -306,3 +306,51 @@ def test_healing_while_another_cell_runs_is_refused_with_its_name() -> None:
     mesh = LostRank()
     mesh.run("c1", ranks=(0, 2))
     assert refusal(mesh.heal()).startswith("cell 1 runs on ranks 0,2; wait for it, or press Stop")
+
+
+# ---- names that are copied afterwards
+
+
+def healed_with(alike: list[str]) -> LostRank:
+    """A mesh whose rank 1 was healed; these names could have been copied to it."""
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
+    mesh.reply_to(share, {0: NOTHING, 1: {**NOTHING, "alike": alike}, 2: NOTHING, 3: NOTHING})
+    return mesh
+
+
+def test_names_are_copied_to_the_ranks_that_were_healed_last_without_any_other_step() -> None:
+    mesh = healed_with(["step", "net.tau", "net.rate", "losses"])
+    (share,) = messages_of(mesh.heal("copy", copy=("step",)), messages.ShareState)
+    assert (share.new_ranks, share.copy, share.names_only) == ((1,), ("step",), True)
+    copied = {**NOTHING, "restored": {"step": [0, "alike on ranks 0,2-3"]}}
+    healed = mesh.healed(mesh.reply_to(share, {0: NOTHING, 1: copied, 2: NOTHING, 3: NOTHING}))
+    assert (healed.ranks, healed.copied_to) == ((), (1,))
+    (share,) = messages_of(mesh.heal("all", copy=None), messages.ShareState)  # all that is left
+    assert share.copy == ("net", "losses")
+
+
+def test_what_cannot_be_copied_is_refused_with_the_reason() -> None:
+    whole = World()
+    (refused,) = messages_of(whole.say(messages.HealMesh(call="c", copy=("step",))), messages.Refused)  # type: ignore[arg-type]
+    assert "no rank has been healed, so that there is none to copy to" in refused.text
+    mesh = healed_with([])
+    assert "the last heal has left nothing to copy to rank 1; %mesh heal --copy NAME" in refusal(mesh.heal(copy=None))
+    mesh.say(messages.RunCell(call="busy", ranks=(0, 2), label="cell 7", source="1"))  # type: ignore[arg-type]
+    assert "cell 7 runs; wait for it, or press Stop" in refusal(mesh.heal(copy=("step",)))
+
+
+def test_ranks_that_live_are_not_ended_because_names_could_not_be_copied() -> None:
+    mesh = healed_with(["step"])
+    (share,) = messages_of(mesh.heal("copy", copy=("step",)), messages.ShareState)
+    failed = Outcome(status="error", error=messages.RankError(ename="RuntimeError", evalue="no", traceback=()))
+    waited = Outcome(status="error", error=messages.RankError(ename="DistStoreError", evalue="late", traceback=()))
+    parts = (OutcomeGroup((0, 2, 3), waited), OutcomeGroup((1,), failed))
+    steps = mesh.host(messages.CallFinished(call=share.call, outcomes=parts, seconds=0.1))
+    assert not messages_of(steps, messages.KillRanks)
+    # the rank that failed, not those that have waited for it in vain
+    assert (
+        "nothing may have been copied to rank 1: what the others hold was not copied to it: rank 1: RuntimeError: no"
+        in (refusal(steps))
+    )

@@ -280,7 +280,7 @@ def test_a_name_of_a_cell_is_looked_up_again(duo: Mesh) -> None:
     w = duo["w"]
     assert w.reduce("dp", "sum").sum().item() == 4
     kill(duo, 1)
-    duo.heal()
+    duo.heal(copy="w")
     with pytest.raises(RankLost):
         w.add_(1)
     duo["w"].add_(1)

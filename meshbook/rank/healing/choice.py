@@ -143,10 +143,9 @@ def _choose(
     grade, choice = _find_source(found, rank, rules.axes, is_on_all=is_on_all)
     kind = next(iter(found.values())).kind
     names_rank = name in rules.rank_dependent and (kind == "plain" or (kind == "value" and len(found) == 1))
-    if choice.source is not None:
-        is_asked_for = rules.names(name) or (rules.copy is None and grade == "alike" and not names_rank)
-        if is_asked_for or grade == "proven":
-            return _with_attributes(choice, found, mine, is_asked_for=is_asked_for)
+    is_asked_for = rules.names(name) or (rules.copy is None and grade != "possible" and not names_rank)
+    if choice.source is not None and (is_asked_for or grade == "proven"):
+        return _with_attributes(choice, found, mine, is_asked_for=is_asked_for)
     is_offered = grade == "alike" and not names_rank
     why = "cells compute it from the rank" if names_rank else choice.why
     if mine is None or mine.kind == "random":  # every rank has generators

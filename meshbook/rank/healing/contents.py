@@ -60,8 +60,11 @@ def describe(value: Any, replicas: Replicas | None = None, *, with_shards: bool 
     held = _describe(value, with_shards=with_shards)
     if held.digest is None:
         return held
-    is_telling = held.is_telling or _are_telling(parameters_of(value))
-    return structs.replace(held, replicas=(replicas or Replicas()).of(value), is_telling=is_telling)
+    try:
+        is_telling = held.is_telling or _are_telling(parameters_of(value))
+        return structs.replace(held, replicas=(replicas or Replicas()).of(value), is_telling=is_telling)
+    except Exception:  # as below
+        return held
 
 
 def _describe(value: Any, *, with_shards: bool) -> Held:
@@ -79,11 +82,15 @@ def _describe(value: Any, *, with_shards: bool) -> Held:
     try:
         if isinstance(value, torch.nn.Module):
             own = [(key, parameter) for key, parameter in value.named_parameters()]
-            held = _describe_contents("state", name, [own, value.training], with_shards=with_shards)
+            held = _describe_contents(
+                "state", name, [own, value.training], with_shards=with_shards, may_have_plain=True
+            )
             attributes = _digest(attributes_of(value))
             return structs.replace(held, rest_digest=_digest_rest(value), attributes_digest=attributes)
         if has_state(value):
-            return _describe_contents("state", name, value.state_dict(), with_shards=with_shards)
+            is_optimizer = isinstance(value, torch.optim.Optimizer)
+            contents = value.state_dict()
+            return _describe_contents("state", name, contents, with_shards=with_shards, may_have_plain=is_optimizer)
         return _describe_contents("plain" if kind in PLAIN_TYPES else "value", name, value, with_shards=with_shards)
     except _NotComparable as error:
         opaque = isinstance(value, (types.GeneratorType, types.CoroutineType)) or hasattr(value, "fileno")
@@ -92,10 +99,15 @@ def _describe(value: Any, *, with_shards: bool) -> Held:
         return Held("value", name)
 
 
-def _describe_contents(kind: str, name: str, contents: Any, *, with_shards: bool) -> Held:
+def _describe_contents(kind: str, name: str, contents: Any, *, with_shards: bool, may_have_plain: bool = False) -> Held:
+    """Describe contents.
+
+    Args:
+        may_have_plain: numbers and words in it are of models and optimizers, and no flags of the user's.
+    """
     digester = _Digester(with_shards=with_shards)
     digester.add(contents, 0)
-    is_telling = digester.num_telling >= _TELLING_BYTES and (kind == "state" or not digester.num_plain)
+    is_telling = digester.num_telling >= _TELLING_BYTES and (may_have_plain or not digester.num_plain)
     return Held(kind, name, digester.hash.hexdigest(), is_sharded=digester.is_sharded, is_telling=is_telling)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,12 +24,16 @@ class Replicas:
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self._by_parameter: dict[int, Ranks] = {}
         for value in values:
-            for module in value.modules() if isinstance(value, torch.nn.Module) else ():
-                if isinstance(module, DistributedDataParallel) and isinstance(module.process_group, WatchedGroup):
-                    ranks = module.process_group.label.ranks
-                    for name, parameter in module.module.named_parameters():
-                        if name not in module.parameters_to_ignore:
-                            self._by_parameter[id(parameter)] = ranks
+            with contextlib.suppress(Exception):  # of a user's own code: then nothing is known of this one
+                self._add_models(value)
+
+    def _add_models(self, value: Any) -> None:
+        for module in value.modules() if isinstance(value, torch.nn.Module) else ():
+            if isinstance(module, DistributedDataParallel) and isinstance(module.process_group, WatchedGroup):
+                ranks = module.process_group.label.ranks
+                for name, parameter in module.module.named_parameters():
+                    if name not in module.parameters_to_ignore:
+                        self._by_parameter[id(parameter)] = ranks
 
     def of(self, value: Any) -> Ranks:
         """Return the ranks that hold the same, this one among them; (): that is not known."""
@@ -47,8 +52,7 @@ def parameters_of(value: Any) -> Sequence[torch.Tensor]:
     """Return the parameters of a module, of an optimizer, or of the optimizer that a scheduler sets the rate of."""
     if isinstance(value, torch.nn.Module):
         return list(value.parameters())
-    # not by an attribute's own code, which is the user's and may raise
-    optimizer = value if isinstance(value, torch.optim.Optimizer) else getattr(value, "__dict__", {}).get("optimizer")
+    optimizer = value.optimizer if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else value
     if isinstance(optimizer, torch.optim.Optimizer):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return ()
