@@ -123,6 +123,9 @@ def test_what_a_setup_cell_has_made_stays_and_is_named_where_the_others_hold_som
     found = choice({0: model("a"), 2: model("b"), 3: model("c")}, model("d"), built=("x",))
     assert found == Choice(None, "it differs between the other ranks", is_kept=True)
     assert source(of_all(model("a")), model("d"), built=("x",)) == 0  # the model that it has made is trained
+    assert choice(of_all(model("a")), model("a"), built=("x",)) is None
+    other = Held("state", "Net static_graph=True", "a", is_telling=True)  # of equal parameters, and made otherwise
+    assert source(of_all(model("a")), other, built=("x",)) == 0
 
 
 def test_what_cannot_be_compared_stays_as_setup_cells_made_it_and_is_named() -> None:
@@ -158,6 +161,14 @@ def test_definitions_and_what_cannot_be_copied_are_kept_where_cells_made_them(ki
     held = of_all(Held(kind, "file"))
     assert choice(held, Held(kind, "file")) is None
     assert source(held) is None
+
+
+def test_what_is_equal_comes_along_where_an_object_that_it_may_refer_to_is_replaced() -> None:
+    others = {rank: {"net": model(), "opt": model("o"), "step": Held("plain", "int", "s")} for rank in (0, 2, 3)}
+    own = {"net": Held("state", "DDP static_graph=True", "a"), "opt": model("o"), "step": Held("plain", "int", "s")}
+    found = choose_sources(others, own, 1, Rules(AXES, built=own))
+    assert {name: one.source for name, one in found.items()} == {"net": 0, "opt": 0}
+    assert choose_sources(others, own | {"net": model()}, 1, Rules(AXES, built=own)) == {}
 
 
 # ---- modules

@@ -111,7 +111,8 @@ def choose_sources(
         rank: the new rank.
     """
     names = dict.fromkeys([*(name for holds in held.values() for name in holds), *(rules.copy or ())])
-    choices = {}
+    choices: dict[str, Choice] = {}
+    equal: dict[str, Choice] = {}  # what the new rank has made, with equal contents
     for name in names:
         found = {other: holds[name] for other, holds in held.items() if name in holds}
         mine = own.get(name)
@@ -120,11 +121,19 @@ def choose_sources(
         elif any(one.groups or one.kind == "non-member" for one in found.values()):
             if mine is None:
                 choices[name] = _choose_groups(found, rank)
-        elif not _has_the_same(found, mine, is_named=rules.names(name)):
+        elif _has_the_same(found, mine, is_named=rules.names(name)):
+            if next(iter(found.values())).kind in ("state", "value"):
+                equal[name] = Choice(next(iter(found)), "equal on all others")
+        else:
             choice = _choose(name, found, mine, rank, rules, is_on_all=len(found) == len(held))
             if choice is not None:
                 choices[name] = choice
-    return choices
+    # What refers to an object that is replaced by one of another class is to refer to that one.
+    is_any_replaced = any(
+        choice.source is not None and name in own and own[name].type != held[choice.source][name].type
+        for name, choice in choices.items()
+    )
+    return choices | equal if is_any_replaced else choices
 
 
 def _has_the_same(found: Mapping[int, Held], mine: Held | None, *, is_named: bool) -> bool:
@@ -133,8 +142,11 @@ def _has_the_same(found: Mapping[int, Held], mine: Held | None, *, is_named: boo
         return False
     if next(iter(found.values())).kind in ("definition", "opaque") and not is_named:
         return True
-    theirs = {(one.digest, one.rest_digest, one.attributes_digest) for one in found.values()}
-    return mine.digest is not None and theirs == {(mine.digest, mine.rest_digest, mine.attributes_digest)}
+    return mine.digest is not None and {_contents(one) for one in found.values()} == {_contents(mine)}
+
+
+def _contents(held: Held) -> tuple[str | None, ...]:
+    return held.type, held.digest, held.rest_digest, held.attributes_digest
 
 
 def _choose(
