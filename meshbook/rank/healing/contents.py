@@ -63,7 +63,7 @@ def describe(value: Any, replicas: Replicas | None = None, *, with_shards: bool 
     try:
         is_telling = held.is_telling or _are_telling(parameters_of(value))
         return structs.replace(held, replicas=(replicas or Replicas()).of(value), is_telling=is_telling)
-    except Exception:  # as below
+    except Exception:  # a user's parameters() may raise anything, too
         return held
 
 

@@ -248,7 +248,7 @@ class _Sharing:
                 there = state["attributes"].get(module, {}).get(key, here)
                 if repr(there) != repr(here):
                     full_name = ".".join(filter(None, (name, module, key)))
-                    why = f"{here!r} as it was made here, {there!r} on the others"
+                    why = f"{here!r:.60} as it was made here, {there!r:.60} on the others"
                     self._reply["kept"][full_name] = self._reply["missing"][full_name] = why
                     self._reply["alike"].append(full_name)
 
