@@ -28,9 +28,9 @@ from meshbook.errors import TransferError
 from meshbook.rank import preemption, scalars
 from meshbook.rank.cells import tracebacks
 from meshbook.rank.cells.compiler import CellCompiler, has_top_level_await
-from meshbook.rank.healing.random_states import set_random_state
 from meshbook.rank.recording.bundle import BundleError, BundleFile, BundleHeader
 from meshbook.rank.recording.references import ReplayedObjects
+from meshbook.rank.state.random_states import set_random_states
 from meshbook.replay import actors
 from meshbook.replay.groups import RecordedAnswers, ReplayedGroups
 from meshbook.wire import pickling
@@ -134,9 +134,7 @@ class ReplayProcess:
         self.namespace.update(content["values"])
         for tensor, gradient in content["gradients"]:
             tensor.grad = gradient
-        for name, state in content["random"].items():
-            if "CUDA" not in name or torch.cuda.is_available():
-                set_random_state(name, state)
+        set_random_states(content["random"])
         if header.left_out:
             listed = "; ".join(f"{name} ({why})" for name, why in header.left_out.items())
             self.notes.append(f"the cell reads names that could not be kept: {listed}")

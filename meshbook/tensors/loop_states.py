@@ -7,10 +7,9 @@ contents.
 
 from __future__ import annotations
 
-import io
-import pickle
+import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,9 @@ import torch
 from torch import nn
 
 from meshbook.errors import UsageError, message_of
-from meshbook.rank.healing.contents import has_state
+from meshbook.rank.state import pickles
+from meshbook.rank.state.kinds import has_identity, has_state_dict
+from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes, state_of, tensors_of
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.specs import TensorSpec
 
@@ -32,7 +33,7 @@ def check_things(things: Sequence[Any]) -> None:
         UsageError: one cannot be; or an optimizer changes parameters that are not among them.
     """
     for thing in things:
-        if not isinstance(thing, (nn.Module, torch.Tensor, torch.Generator, *_CONTAINERS)) and not has_state(thing):
+        if not has_identity(thing) and not isinstance(thing, _CONTAINERS):
             raise UsageError(
                 f"a {type(thing).__name__} cannot be put back in place; give modules, optimizers, schedulers and "
                 "whatever else has state_dict and load_state_dict, tensors, torch.Generators, lists, dicts and sets"
@@ -62,8 +63,8 @@ def remote_tensors_of(things: Sequence[Any]) -> list[Any]:
 
 def _tensors_of(thing: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(thing, nn.Module):
-        yield from thing.named_parameters()
-        yield from thing.named_buffers()
+        for kind, name, tensor in tensors_of(thing):
+            yield f"{kind}:{name}", tensor
     elif isinstance(thing, torch.Tensor):
         yield "", thing
 
@@ -118,6 +119,19 @@ class _Pickled:
     local: list[torch.Tensor]
     slots: dict[int, Any]
 
+    def load(self) -> Any:
+        """Return it, with the remote tensors themselves and with copies of the others."""
+
+        def tensor_of(key: tuple[str, int]) -> Any:
+            kind, number = key
+            return self.slots[number] if kind == "remote" else _copy_of(self.local[number])
+
+        return pickles.load(self.data, tensor_of)
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
 
 # By object, what was captured of it.
 LoopState = list[Any]
@@ -146,13 +160,14 @@ class _Capturing:
 
     def capture(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
-            return _module_modes(thing), [self._tensor_state(tensor) for _, tensor in _tensors_of(thing)]
+            rest = attributes_of(thing), copy.deepcopy(extra_states_of(thing))
+            return rest, [self._tensor_state(tensor) for _, tensor in _tensors_of(thing)]
         if isinstance(thing, torch.Tensor):
             return self._tensor_state(thing)
         if isinstance(thing, torch.Generator):
             return thing.get_state()
         try:
-            return self._pickled(thing.state_dict() if has_state(thing) else thing)
+            return self._pickled(state_of(thing) if has_state_dict(thing) else thing)
         except Exception as error:  # what a user's state_dict() or __reduce__ raises
             text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {message_of(error)}"
             raise UsageError(f"the state of the {type(thing).__name__} cannot be copied: {text}") from error
@@ -182,10 +197,19 @@ class _Capturing:
         return _Gradient(slot=self.slot(gradient), held=None if is_alike else gradient)
 
     def _pickled(self, value: Any) -> _Pickled:
-        file = io.BytesIO()
-        pickler = _StatePickler(file, self.slot)
-        pickler.dump(value)
-        return _Pickled(file.getvalue(), pickler.local, pickler.remote)
+        local: list[torch.Tensor] = []
+        remote: dict[int, Any] = {}
+
+        def key_of(tensor: torch.Tensor) -> tuple[str, int]:
+            if isinstance(tensor, MeshTensor):
+                slot = self.slot(tensor)
+                remote.setdefault(slot, tensor)
+                return "remote", slot
+            local.append(_copy_of(tensor))
+            return "local", len(local) - 1
+
+        advice = "give that itself: mesh.resilient(model, opt, ...)"
+        return _Pickled(pickles.dump(value, key_of, advice=advice), local, remote)
 
 
 def _is_alike(spec: TensorSpec, other: TensorSpec) -> bool:
@@ -242,14 +266,14 @@ def restore(state: LoopState, things: Sequence[Any], gradients: Mapping[int, Any
         for one, tensor in _tensor_states(captured, thing):
             _restore_tensor(one, tensor, gradients)
         if isinstance(thing, nn.Module):
-            _set_module_modes(thing, captured[0])
+            load_attributes(thing, *captured[0])
         elif isinstance(thing, torch.Tensor):
             continue
         elif isinstance(thing, torch.Generator):
             thing.set_state(captured)
         else:
-            value = _StateUnpickler(captured).load()
-            _refill(thing, value) if not has_state(thing) else thing.load_state_dict(value)
+            value = captured.load()
+            thing.load_state_dict(value) if has_state_dict(thing) else _refill(thing, value)
 
 
 def _restore_tensor(state: _TensorState, tensor: torch.Tensor, gradients: Mapping[int, Any]) -> None:
@@ -269,73 +293,3 @@ def _refill(container: Any, value: Any) -> None:
     else:
         container.clear()
         container.extend(value) if isinstance(container, deque) else container.update(value)
-
-
-def _module_modes(module: nn.Module) -> dict[str, tuple[bool, Any]]:
-    """Return by submodule whether it trains, and its extra state."""
-    return {
-        name: (inner.training, inner.get_extra_state() if _has_extra_state(inner) else None)
-        for name, inner in module.named_modules()
-    }
-
-
-def _set_module_modes(module: nn.Module, modes: dict[str, tuple[bool, Any]]) -> None:
-    for name, inner in module.named_modules():
-        inner.training, extra = modes.get(name, (inner.training, None))
-        if extra is not None:
-            inner.set_extra_state(extra)
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-# ---- pickling
-
-
-class _StatePickler(pickle.Pickler):
-    """Leaves out tensors.
-
-    Attributes:
-        local: copies of those that are here, in the order in which they were met.
-        remote: the others, by their slots.
-    """
-
-    def __init__(self, file: io.BytesIO, slot: Callable[[Any], int]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._slot = slot
-        self._numbers: dict[int, int] = {}  # of local tensors, by their Python ids
-        self._met: list[Any] = []  # keeps those ids in use
-        self.local: list[torch.Tensor] = []
-        self.remote: dict[int, Any] = {}
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, MeshTensor):
-            slot = self._slot(value)
-            self.remote.setdefault(slot, value)
-            return "remote", slot
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._numbers:
-                self._numbers[id(value)] = len(self.local)
-                self._met.append(value)
-                self.local.append(value.detach().clone().requires_grad_(value.requires_grad))
-            return "local", self._numbers[id(value)]
-        if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.Generator)):
-            raise UsageError(f"it holds a {type(value).__name__}; give that itself: mesh.resilient(model, opt, ...)")
-        return None
-
-
-class _StateUnpickler(pickle.Unpickler):
-    def __init__(self, pickled: _Pickled) -> None:
-        super().__init__(io.BytesIO(pickled.data))
-        self._pickled = pickled
-        self._made: dict[int, torch.Tensor] = {}
-
-    def persistent_load(self, key: Any) -> Any:
-        kind, number = key
-        if kind == "remote":
-            return self._pickled.slots[number]
-        if number not in self._made:
-            copied = self._pickled.local[number]
-            self._made[number] = copied.detach().clone().requires_grad_(copied.requires_grad)
-        return self._made[number]

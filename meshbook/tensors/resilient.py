@@ -21,7 +21,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, HealError, MeshbookError, RankLost, UsageError
 from meshbook.rank.elastic import loader as loaders
 from meshbook.rank.elastic.agreement import describe_position
-from meshbook.rank.healing import random_states
+from meshbook.rank.state.random_states import random_states, set_random_states
 from meshbook.tensors import loop_states, snapshot_ops
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.loop_states import LoopState
@@ -243,7 +243,7 @@ class Resilient:
                 self._go_back(run, quiet=True)
             return True
         generators = [generator.get_state() for generator in self.generators(loop.loader)]
-        loop.start = _Start(random_states.random_states(), generators)
+        loop.start = _Start(random_states(), generators)
         run.loop, run.reached = number, 0
         self.take(loop)
         self._wait_until_taken()
@@ -262,7 +262,7 @@ class Resilient:
             is_end,
             loop.start,
             state,
-            random_states.random_states(),
+            random_states(),
             [generator.get_state() for generator in self.generators(loop.loader)],
         )
         run.snapshots.append(snapshot)
@@ -375,8 +375,7 @@ class Resilient:
         gradients = loop_states.gradients_of(snapshot.state, self._things)
         snapshot_ops.load(engine, gradients, snapshot.number)
         loop_states.restore(snapshot.state, self._things, gradients)
-        for name, random_state in snapshot.random.items():
-            random_states.set_random_state(name, random_state)
+        set_random_states(snapshot.random)
         reached = max(run.reached, snapshot.step) if run.loop == snapshot.loop else snapshot.step
         run.snapshots, run.loop, run.reached = [snapshot], snapshot.loop, reached
         if snapshot.number != self._last_chosen:
@@ -390,8 +389,7 @@ def _set_random(
 ) -> None:
     for generator, generator_state in zip(generators, generator_states, strict=False):
         generator.set_state(generator_state)
-    for name, random_state in random.items():
-        random_states.set_random_state(name, random_state)
+    set_random_states(random)
 
 
 class ResilientLoop(Generic[Batch]):

@@ -75,6 +75,23 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
 
 
+@pytest.mark.parametrize("in_setup", [True, False], ids=["built by a setup cell", "copied whole"])
+def test_a_step_whose_gradients_an_earlier_cell_has_computed_is_the_same_on_all_ranks(in_setup: bool) -> None:
+    weight = "weight = torch.arange(64.0).requires_grad_()\nown = torch.optim.SGD([weight], lr=0.1)"
+    with create_mesh(3) as mesh, create_mesh(3) as calm:
+        for each in (mesh, calm):
+            each.run(TRAINING, echo=False)
+            each.run(f"{DDP}\n{weight}", setup=in_setup, echo=False)
+            each.run("train(0); model(batch(1)).sum().backward(); weight.square().sum().backward()", echo=False)
+        kill(mesh, 1)
+        healed = mesh.heal()
+        assert {"model", "opt", "weight"} <= healed.restored[1].keys(), healed
+        for each in (mesh, calm):
+            each.run("opt.step(); own.step()", echo=False)
+        state = "[p.tolist() for p in (*model.parameters(), weight)]"
+        assert values(mesh, state) == values(calm, state)
+
+
 @pytest.mark.thorough
 def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(trio: Mesh) -> None:
     trio.run(

@@ -29,7 +29,7 @@ from meshbook.rank.elastic.agreement import (
     units_to_share,
 )
 from meshbook.rank.elastic.snapshots import Snapshot
-from meshbook.rank.memory_digests import digest
+from meshbook.rank.state.memory_digests import digest
 
 
 def held(number: int, step: int = 0, *, loop: int = 0, is_end: bool = False, copies: bool = True) -> HeldSnapshot:

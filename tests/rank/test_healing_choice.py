@@ -177,7 +177,7 @@ def test_what_is_equal_comes_along_where_an_object_that_it_may_refer_to_is_repla
 def test_a_module_whose_buffers_alone_differ_comes_with_those_of_the_source_and_says_so() -> None:
     found = choice({rank: model("a", f"buffers {rank}") for rank in (0, 2, 3)})
     assert found == Choice(
-        0, "equal on all others; its buffers and extra state may differ there, and are those of rank 0"
+        0, "equal on all others; its buffers, gradients and extra state may differ there, and are those of rank 0"
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from meshbook.rank.healing.contents import describe, describe_names
 from meshbook.rank.healing.filling import is_fillable
 from meshbook.rank.healing.replicas import Replicas
-from meshbook.rank.object_states import load_state, state_of
+from meshbook.rank.state.modules import load_state, state_of
 
 
 class Scaled(nn.Module):

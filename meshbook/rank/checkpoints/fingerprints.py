@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import torch
 
-from meshbook.rank.memory_digests import digest
 from meshbook.rank.previews.digests import digest_plain
+from meshbook.rank.state.memory_digests import digest
 
 # Numbers of 8 bytes in a row of the sums that are made on a GPU.
 _ROW = 4096

@@ -6,9 +6,7 @@ A path begins with the name and goes on as torch's own state dicts do: `("model"
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import CheckpointError
+from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.random_states import random_states
 
 Path = tuple[str, ...]
 
@@ -72,7 +72,7 @@ def read_state(name: str, namespace: Mapping[str, Any]) -> NamedState:
         CheckpointError: the name is not bound, or its state cannot be saved; the message says what to do.
     """
     if name == RNG:
-        return NamedState(name, "rng", None, values={(name,): read_rng()})
+        return NamedState(name, "rng", None, values={(name,): random_states()})
     if name not in namespace:
         raise CheckpointError(f"`{name}` is not bound on this rank; run the cell that makes it, or leave it out")
     target = namespace[name]
@@ -111,19 +111,6 @@ def _check_keys(paths: Sequence[Path]) -> None:
 
 def _subscripts(path: Path) -> str:
     return "".join(f"[{part!r}]" for part in path[1:])
-
-
-def kind_of(target: Any) -> str:
-    if isinstance(target, nn.Module):
-        return "module"
-    if isinstance(target, torch.optim.Optimizer):
-        return "optimizer"
-    if isinstance(target, torch.Tensor):
-        return "tensor"
-    if isinstance(target, torch.Generator):
-        return "generator"
-    is_stateful = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
-    return "stateful" if is_stateful and not isinstance(target, type) else "value"
 
 
 def _read_module(state: NamedState) -> None:
@@ -246,28 +233,3 @@ def _check_tensor(key: str, tensor: torch.Tensor) -> None:
         problem = "is a DTensor with a Partial placement; redistribute it to Shard or Replicate"
     if problem:
         raise CheckpointError(f"`{key}` {problem}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers
-
-
-def read_rng() -> dict[str, Any]:
-    """Return the states of this process's generators."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def set_rng(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])

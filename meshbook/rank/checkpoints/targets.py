@@ -16,12 +16,12 @@ from meshbook.rank.checkpoints.named_state import (
     NamedState,
     Path,
     key_of,
-    kind_of,
     namings,
     read_optimizer,
     read_state,
-    set_rng,
 )
+from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.random_states import set_random_states
 from meshbook.wire.messages import SavedName
 
 Entries = Mapping[Path, TensorStorageMetadata | None]
@@ -118,7 +118,7 @@ def make_target(
 
 class _RngTarget(Target):
     def apply(self) -> None:
-        set_rng(self.values[self.name,])
+        set_random_states(self.values[self.name,])
 
 
 class _ValueTarget(Target):

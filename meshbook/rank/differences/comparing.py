@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshbook.rank.differences.state import local_part, tensors_behind
+from meshbook.rank.differences.state import tensors_behind
+from meshbook.rank.state.modules import local_part
 from meshbook.wire.messages import Comparison, TensorDifference
 
 # Elements that are sent at a time.

@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import CheckpointError, UsageError, repr_of
 from meshbook.ids import Ranks
-from meshbook.rank.checkpoints.named_state import NamedState, Path, clean_name, flatten, key_of, kind_of, read_state
+from meshbook.rank.checkpoints.named_state import NamedState, Path, clean_name, flatten, key_of, read_state
 from meshbook.rank.healing.contents import describe
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.process_groups.watched_group import WatchedGroup
+from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.modules import local_part
 from meshbook.wire.messages import StateDescription, StateEntry
 
 _MAX_TEXT_CHARS = 60
@@ -77,11 +79,6 @@ def tensors_behind(name: str, namespace: Mapping[str, Any]) -> dict[str, torch.T
     if isinstance(found[0], nn.Module):
         return {path: tensor for path, tensor, _ in _module_tensors(name, found[0])}
     return {key_of(path): tensor for path, tensor in _read(name, found[0], namespace).tensors.items()}
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _read(name: str, value: Any, namespace: Mapping[str, Any]) -> NamedState:

@@ -6,22 +6,28 @@ random generators. Any other value is replaced by an equal one.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError, message_of
-from meshbook.rank.healing.contents import has_state
-from meshbook.rank.object_states import load_state, local_part, state_of, tensors_of
 from meshbook.rank.process_groups import gradient_buckets
+from meshbook.rank.state import pickles
+from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.modules import (
+    gradients_of,
+    load_gradients,
+    load_state,
+    local_part,
+    reshard,
+    state_of,
+    tensors_of,
+)
 
 
 @dataclass
@@ -70,8 +76,8 @@ def restore(name: str, part: Part, namespace: MutableMapping[str, Any], meshes: 
         if kind == "value":
             namespace[name] = state
         elif kind == "tensor" and name not in namespace:
-            namespace[name], gradient = state
-            _load_gradient(namespace[name], gradient)
+            namespace[name], gradients = state
+            load_gradients(namespace[name], gradients)
         elif name not in namespace:
             what = {"module": "model", "generator": "generator"}.get(kind, "object")
             raise UsageError(f"this rank has no {what} of that name; build it in a %%mesh --setup cell, then heal")
@@ -83,30 +89,28 @@ def restore(name: str, part: Part, namespace: MutableMapping[str, Any], meshes: 
 
 
 def _state_under(value: Any) -> tuple[str, Any]:
-    if isinstance(value, torch.nn.Module):
-        return "module", _module_state(value)
-    if isinstance(value, torch.Generator):
-        return "generator", value.get_state()
-    if isinstance(value, torch.Tensor):
-        return "tensor", (value, value.grad if value.is_leaf else None)
-    if has_state(value):
-        return "state", value.state_dict()
-    return "value", value
+    kind = kind_of(value)
+    match kind:
+        case "module":
+            return kind, _module_state(value)
+        case "tensor":
+            return kind, (value, gradients_of(value))
+        case "value":
+            return kind, value
+        case _:
+            return kind, state_of(value)
 
 
 def _load(kind: str, value: Any, state: Any) -> None:
     if kind == "module":
         _load_module(value, state)
-    elif kind == "generator":
-        value.set_state(state)
     elif kind == "tensor":
         with torch.no_grad():
             own, sent = local_part(value), local_part(state[0])
             if own.shape != sent.shape:
                 raise UsageError(f"it has shape {tuple(own.shape)} here, and {tuple(sent.shape)} in the snapshot")
             own.copy_(sent)
-        if value.is_leaf:
-            _load_gradient(value, state[1])
+        load_gradients(value, state[1])
     else:
         load_state(value, state)
 
@@ -115,42 +119,23 @@ def _load(kind: str, value: Any, state: Any) -> None:
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return parameters, buffers and modes, gradients (which a step may add to), and what DDP's sums depend on."""
-    _reshard(module)
-    gradients = {name: tensor.grad for kind, name, tensor in tensors_of(module) if tensor.grad is not None}
+    """Return the state of a module, and what DDP's sums depend on."""
+    reshard(module)
     buckets = {name: gradient_buckets.read(model) for name, model in _ddp_models(module)}
-    return {"state": state_of(module), "gradients": gradients, "buckets": buckets}
+    return {"state": state_of(module), "buckets": buckets}
 
 
 def _load_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    _reshard(module)
+    reshard(module)
     load_state(module, state["state"])
-    for _, name, tensor in tensors_of(module):
-        _load_gradient(tensor, state["gradients"].get(name))
     for name, model in _ddp_models(module):
         gradient_buckets.arrange(model, state["buckets"].get(name))
-
-
-def _load_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    own = tensor.grad
-    if own is not None and gradient is not None and own.shape == gradient.shape and own.dtype == gradient.dtype:
-        with torch.no_grad():
-            local_part(own).copy_(local_part(gradient))  # in place: it may be a view of DDP's bucket
-    elif own is not None or gradient is not None:
-        tensor.grad = gradient
 
 
 def _ddp_models(module: torch.nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
     for name, inner in module.named_modules():
         if isinstance(inner, DistributedDataParallel):
             yield name, inner
-
-
-def _reshard(module: torch.nn.Module) -> None:
-    """Free the whole parameters of FSDP2 that a forward pass may have left: only shards are state."""
-    for inner in module.modules():
-        if hasattr(inner, "_get_fsdp_state"):
-            inner.reshard()  # type: ignore[operator]
 
 
 # ---- DeviceMeshes, which a pickle names by where they are found
@@ -196,94 +181,46 @@ def _dtensors_of(value: Any) -> Iterator[DTensor]:
 
 
 def pickle_part(value: Any, meshes: Mapping[DeviceMesh, Any]) -> Part:
-    file = io.BytesIO()
-    pickler = _Pickler(file, meshes)
-    pickler.dump(value)
-    return Part(file.getvalue(), pickler.tensors)
+    tensors: list[torch.Tensor] = []
 
-
-def unpickle_part(part: Part, meshes: Mapping[Any, DeviceMesh]) -> Any:
-    """Return the value of a part, with tensors of its own."""
-    return _Unpickler(io.BytesIO(part.pickled), part.tensors, meshes).load()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves out the contents of tensors.
-
-    Attributes:
-        tensors: this rank's memory of each that was met.
-    """
-
-    def __init__(self, file: io.BytesIO, meshes: Mapping[DeviceMesh, Any]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._meshes = meshes
-        self._keys: dict[int, Any] = {}
-        self._kept: list[Any] = []  # keeps the ids of objects that only a pickle refers to
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if (key := self._keys.get(id(value))) is None:
-                self._kept.append(value)
-                key = self._keys[id(value)] = self._add_tensor(value)
-            return key
-        if isinstance(value, torch.Generator):
-            return "generator", value.device.type, self._add_tensor(value.get_state())
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-            raise UsageError(f"it holds a {type(value).__name__}; give that a name and list it in `state` itself")
-        if isinstance(value, (dist.ProcessGroup, DeviceMesh)):
-            raise UsageError(f"it holds a {type(value).__name__}, which belongs to one process")
-        return None
-
-    def _add_tensor(self, tensor: torch.Tensor) -> Any:
+    def key_of(tensor: torch.Tensor) -> Any:
         local = local_part(tensor)
         if local.layout is not torch.strided or local.is_meta or local.is_quantized:
             raise UsageError(f"it holds a {local.layout} tensor without dense memory")
         spec = None
         if isinstance(tensor, DTensor):
-            key = self._meshes.get(tensor.device_mesh)
+            key = meshes.get(tensor.device_mesh)
             if key is None:
                 raise UsageError("it holds a DTensor on a DeviceMesh that no model or optimizer in `state` has")
             spec = key, tensor.placements, tensor.shape, tensor.stride()
-        self.tensors.append(local)
+        tensors.append(local)
         flags = tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
         layout = tuple(local.shape), _dense_stride(local), local.dtype, local.device.type
-        return "tensor", len(self.tensors) - 1, layout, flags, spec
+        return len(tensors) - 1, layout, flags, spec
+
+    pickled = pickles.dump(value, key_of, advice="give that a name and list it in `state` itself")
+    return Part(pickled, tensors)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], meshes: Mapping[Any, DeviceMesh]) -> None:
-        super().__init__(file)
-        self._tensors, self._meshes = tensors, meshes
-        self._made: dict[int, torch.Tensor] = {}
+def unpickle_part(part: Part, meshes: Mapping[Any, DeviceMesh]) -> Any:
+    """Return the value of a part, with tensors of its own."""
 
-    def persistent_load(self, key: Any) -> Any:
-        kind, *rest = key
-        if kind == "generator":
-            device, state = rest
-            generator = torch.Generator(device)
-            generator.set_state(self._make(*state[1:]))
-            return generator
-        at = rest[0]
-        if at not in self._made:
-            self._made[at] = self._make(*rest)
-        return self._made[at]
-
-    def _make(self, at: int, layout: Any, flags: tuple[bool, bool], spec: Any) -> torch.Tensor:
-        shape, stride, dtype, device = layout
+    def make(key: Any) -> torch.Tensor:
+        at, (shape, stride, dtype, device), (needs_gradient, is_parameter), spec = key
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        tensor.copy_(self._tensors[at].view(dtype).view(shape))
+        tensor.copy_(part.tensors[at].view(dtype).view(shape))
         if spec is not None:
             mesh, placements, whole, whole_stride = spec
-            if mesh not in self._meshes:
+            if mesh not in meshes:
                 raise UsageError("the DeviceMesh of a DTensor in it is not on this rank; build it in a --setup cell")
             tensor = DTensor.from_local(
-                tensor, self._meshes[mesh], placements, run_check=False, shape=whole, stride=whole_stride
+                tensor, meshes[mesh], placements, run_check=False, shape=whole, stride=whole_stride
             )
-        needs_gradient, is_parameter = flags
         if is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=needs_gradient)
         return tensor.requires_grad_(needs_gradient) if needs_gradient else tensor
+
+    return pickles.load(part.pickled, make)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -33,11 +33,11 @@ from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.objects import give_objects
 from meshbook.rank.elastic.runs import ElasticRuns, Run
 from meshbook.rank.elastic.snapshots import Snapshot
-from meshbook.rank.healing import random_states
-from meshbook.rank.healing.contents import has_state
 from meshbook.rank.preemption import preempted
 from meshbook.rank.process_groups import gradient_buckets
 from meshbook.rank.process_groups.interrupted_steps import has_unreduced_gradients
+from meshbook.rank.state.kinds import has_identity
+from meshbook.rank.state.random_states import random_states, set_random_states
 
 Batch = TypeVar("Batch")
 
@@ -354,7 +354,7 @@ class ElasticLoop(Generic[Batch]):
             raise UsageError(f"the loop has deleted {', '.join(missing)}, which is in its state")
         parts = {name: contents.capture(namespace[name], name, meshes) for name in self._names}
         now = {
-            "random": random_states.random_states(),
+            "random": random_states(),
             "loader": self._loader_states(),
             "rows": loaders.rows_done(self._loader, self._from, self.step),
         }
@@ -371,9 +371,9 @@ class ElasticLoop(Generic[Batch]):
         namespace = self._runs.namespace
         named = {name: namespace[name] for name in self._names}
         generators = {name: value.get_state() for name, value in named.items() if isinstance(value, torch.Generator)}
-        values = {name: value for name, value in named.items() if _is_plain(value)}
+        values = {name: value for name, value in named.items() if not has_identity(value)}
         start = {
-            "random": random_states.random_states(),
+            "random": random_states(),
             "loader": self._loader_states(),
             "generators": generators,
             "values": values,
@@ -393,8 +393,7 @@ class ElasticLoop(Generic[Batch]):
     def _set_now(self, now: dict[str, Any]) -> None:
         for generator, generator_state in zip(loaders.generators_of(self._loader), now["loader"], strict=False):
             generator.set_state(generator_state)
-        for name, random_state in now["random"].items():
-            random_states.set_random_state(name, random_state)
+        set_random_states(now["random"])
 
     def _device_mesh(self) -> DeviceMesh:
         mesh = self._runs.groups.mesh
@@ -428,7 +427,7 @@ def _find_problem(names: Sequence[str], namespace: Mapping[str, Any], mesh: Devi
         there = [
             name
             for name, value in namespace.items()
-            if name[:1] != "_" and not isinstance(value, type) and not _is_plain(value)
+            if name[:1] != "_" and not isinstance(value, type) and has_identity(value)
         ]
         what = f"names with a state are {', '.join(there[:12])}" if there else "no name here has a state"
         return f"there is no {' and no '.join(f'`{name}`' for name in missing)}; {what}"
@@ -440,12 +439,6 @@ def _find_problem(names: Sequence[str], namespace: Mapping[str, Any], mesh: Devi
     except UsageError as error:
         return str(error)
     return ""
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is replaced as a whole when it is restored."""
-    is_loaded = isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator)) or has_state(value)
-    return not is_loaded
 
 
 def _check_arguments(loader: Any, state: Any, every: Any, name: Any) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from meshbook.errors import TransferError
 from meshbook.rank.elastic import transfer
-from meshbook.rank.healing.transfer import References, Resolver, has_identity, pickle_bundle, receive, send
+from meshbook.rank.healing.transfer import References, Resolver, pickle_bundle, receive, send
 from meshbook.rank.process_groups.groups import ProcessGroups
+from meshbook.rank.state.kinds import has_identity
 from meshbook.wire import pickling
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,7 +15,7 @@ from meshbook.rank.elastic.agreement import GoBack, replicated_names
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.runs import Run
 from meshbook.rank.elastic.versions import is_unchanged
-from meshbook.rank.healing.contents import has_state
+from meshbook.rank.state.kinds import has_identity
 
 _packer = msgspec.msgpack.Encoder()
 _names = msgspec.msgpack.Decoder(list[str])
@@ -70,13 +70,7 @@ def check(decision: GoBack, own: Sequence[str], namespace: Mapping[str, Any], *,
     """
     before, now = decision.snapshot.world_size, len(decision.held)
     anew = "load a checkpoint, and call mesh.elastic(..., restart=True)"
-    cut = [
-        name
-        for name in own
-        if name not in namespace
-        or isinstance(namespace[name], (torch.nn.Module, torch.Tensor, torch.Generator))
-        or has_state(namespace[name])
-    ]
+    cut = [name for name in own if name not in namespace or has_identity(namespace[name])]
     if cut:
         raise UsageError(f"{', '.join(cut)} differed between the {before} ranks of before, and there are {now}: {anew}")
     if not has_rows and not decision.is_over:

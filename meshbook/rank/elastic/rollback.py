@@ -12,7 +12,7 @@ from meshbook.rank.elastic import contents, transfer
 from meshbook.rank.elastic.loop import NOW
 from meshbook.rank.elastic.runs import ElasticRuns, Run
 from meshbook.rank.elastic.versions import is_unchanged, versions_of
-from meshbook.rank.healing import random_states
+from meshbook.rank.state.random_states import set_random_states
 
 _packer = msgspec.msgpack.Encoder()
 _offers = msgspec.msgpack.Decoder(tuple[str, int, list[int]])
@@ -50,8 +50,7 @@ def roll_back(runs: ElasticRuns, calls: Collection[str], sharing: Collection[str
     for name in names:
         contents.restore(name, parts[name], runs.namespace, meshes)
     now = contents.unpickle_part(parts[NOW], meshes)
-    for name, random_state in now["random"].items():
-        random_states.set_random_state(name, random_state)
+    set_random_states(now["random"])
     run.moved = {name: versions_of(runs.namespace[name]) for name in names}
     return {"names": names, "step": snapshot.held.step}
 

@@ -12,7 +12,7 @@ import torch
 
 from meshbook.rank.elastic.agreement import HeldSnapshot, Manifest, Unit, byte_ranges, offsets, units_to_copy
 from meshbook.rank.elastic.contents import Part
-from meshbook.rank.memory_digests import digest
+from meshbook.rank.state.memory_digests import digest
 
 
 class Snapshot:

@@ -234,7 +234,7 @@ def _find_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int])
 def _differing_rest(replicas: Mapping[int, Held], source: int) -> str:
     if len({one.rest_digest for one in replicas.values()}) <= 1:
         return ""
-    return f"; its buffers and extra state may differ there, and are those of rank {source}"
+    return f"; its buffers, gradients and extra state may differ there, and are those of rank {source}"
 
 
 def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshbook.rank.healing.contents import has_state, is_made_of_attributes
+from meshbook.rank.state.digests import is_made_of_attributes
+from meshbook.rank.state.kinds import has_identity
 
 _CONTAINERS = (dict, list, set)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -27,8 +28,8 @@ def is_fillable(value: Any) -> bool:
     own_pickling = any(name in vars(base) for base in kind.__mro__ if base is not object for name in _PICKLING)
     return (
         not own_pickling
-        and not isinstance(value, (type, torch.nn.Module))
-        and not has_state(value)
+        and not isinstance(value, type)
+        and not has_identity(value)
         and hasattr(value, "__dict__")
         and is_made_of_attributes(kind)
     )

@@ -16,22 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.errors import TransferError, message_of
 from meshbook.ids import Ranks
-from meshbook.rank.healing import random_states, transfer
+from meshbook.rank.healing import transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, Rules, choose_sources
 from meshbook.rank.healing.contents import describe, describe_names, name_of_class
 from meshbook.rank.healing.filling import Contents, is_fillable
 from meshbook.rank.healing.tensor_stores import rebuild_modules, share_tensors
-from meshbook.rank.object_states import attributes_of, load_state, state_of
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.process_groups.interrupted_steps import begin_like_other_ranks
 from meshbook.rank.process_groups.resized_world import axes_of
 from meshbook.rank.process_groups.solo import connect_deferred
+from meshbook.rank.state.kinds import is_loadable
+from meshbook.rank.state.modules import attributes_of, gradients_of, load_gradients, load_state, state_of
+from meshbook.rank.state.random_states import random_states, set_random_states
 from meshbook.wire import pickling
 from meshbook.wire.messages import ShareState
 
 _held_encoder = msgspec.json.Encoder()
 _held_decoder = msgspec.json.Decoder(dict[str, Held])
+
+# What users call the generators of `random_states`, which are shared beside the names.
+_RANDOM_NAMES = {
+    "torch": "torch's random state",
+    "cuda": "CUDA's random state",
+    "python": "Python's random state",
+    "numpy": "NumPy's random state",
+}
+_GENERATORS = {name: generator for generator, name in _RANDOM_NAMES.items()}
 
 
 def share_state(
@@ -60,7 +71,7 @@ def share_state(
     if not command.names_only:
         unbuilt = rebuild_modules(topic, rank, command.new_ranks, objects.values, groups, without_others)
     connect_deferred(groups)
-    randoms = random_states.random_states()
+    randoms = {_RANDOM_NAMES[generator]: state for generator, state in random_states().items()}
     held = _describe(command, namespace, names, randoms, groups, recorded)
     texts = groups.exchange(topic, _held_encoder.encode(held))
     every = {other: _held_decoder.decode(text) for other, text in enumerate(texts)}
@@ -197,7 +208,7 @@ class _Sharing:
         for name, choice in chosen.items():
             if name in self._randoms:
                 bundle[name] = self._randoms[name]
-            elif held[name].kind == "state" and name in shared:
+            elif name in shared and is_loadable(namespace[name]):
                 bundle[name] = _LoadableState(state_of(namespace[name], with_shards=self._with_shards))
             elif held[name].kind == "value" and name in shared and is_fillable(namespace[name]):
                 bundle[name] = Contents(namespace[name])
@@ -207,6 +218,9 @@ class _Sharing:
                 bundle[name] = _made_of_groups(choice, namespace[name])
             else:
                 bundle[name] = namespace[name]
+            gradients = gradients_of(namespace.get(name), with_shards=self._with_shards)
+            if gradients and not isinstance(bundle[name], _LoadableState):  # which has them
+                bundle[name] = _WithGradients(bundle[name], gradients)
         references = transfer.References(namespace, shared, groups.mesh, with_shards=self._with_shards)
         payload, dropped = transfer.pickle_bundle(bundle, references)
         transfer.send(payload, {"dropped": dropped}, new)
@@ -222,8 +236,11 @@ class _Sharing:
             return
         for name, value in bundle.items():
             try:
-                if name in random_states.NAMES:
-                    random_states.set_random_state(name, value)
+                gradients = {}
+                if isinstance(value, _WithGradients):
+                    value, gradients = value.value, value.gradients
+                if name in _GENERATORS:
+                    set_random_states({_GENERATORS[name]: value})
                 elif isinstance(value, _LoadableState):
                     self._load_state(name, value.state, chosen[name])
                 elif isinstance(value, Contents):
@@ -235,6 +252,8 @@ class _Sharing:
                     namespace[name] = value.make(self._groups)
                 else:
                     namespace[name] = value
+                if not isinstance(value, _LoadableState):
+                    load_gradients(namespace.get(name), gradients, with_shards=self._with_shards)
             except Exception as error:  # a user's load_state_dict may raise anything
                 reply["missing"][name] = f"{type(error).__name__}: {message_of(error)}"
             else:
@@ -280,7 +299,7 @@ def _count_tensors(count: int, named: Collection[str]) -> str:
 
 def _is_worth_saying(name: str) -> bool:
     """Whether a user expects to hear that a name was not restored: other generators are seeded per rank by default."""
-    return name not in random_states.NAMES or name == random_states.TORCH
+    return name not in _GENERATORS or _GENERATORS[name] == "torch"
 
 
 class _OfGroups:
@@ -311,6 +330,13 @@ class _SliceOfMesh:
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = axes
+
+
+class _WithGradients:
+    """A module or a tensor, or its contents, and gradients, which its pickle leaves out."""
+
+    def __init__(self, value: Any, gradients: dict[str, Any]) -> None:
+        self.value, self.gradients = value, gradients
 
 
 class _LoadableState:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshbook.errors import TransferError
-from meshbook.rank.healing.contents import has_state
 from meshbook.rank.healing.filling import is_fillable
 from meshbook.rank.process_groups.group_table import GroupTable
 from meshbook.rank.process_groups.memory_transfer import receive_memory, send_memory
 from meshbook.rank.process_groups.resized_world import axes_of
 from meshbook.rank.process_groups.watched_group import WatchedGroup
+from meshbook.rank.state.kinds import has_identity, is_loadable
 from meshbook.wire import pickling
 from meshbook.wire.messages import InlineBuffer, Payload
 from meshbook.wire.pickler import NotSendable
@@ -69,7 +69,7 @@ class References:
             if isinstance(value, torch.nn.Module):
                 for kind, fqn, part in _parts_of(value):
                     self._keys.setdefault(id(part), f"{kind}:{name}:{fqn}")
-            elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or has_state(value) or is_fillable(value):
+            elif isinstance(value, (types.FunctionType, type, DeviceMesh)) or is_loadable(value) or is_fillable(value):
                 self._keys.setdefault(id(value), f"name:{name}")
 
     def set_bundle(self, bundle: Mapping[str, Any]) -> None:
@@ -111,11 +111,6 @@ class References:
             arguments = thing.__code__, _NAMESPACE, thing.__name__, thing.__defaults__, thing.__closure__
             return types.FunctionType, arguments, {**vars(thing), "__kwdefaults__": thing.__kwdefaults__}
         return NotImplemented
-
-
-def has_identity(value: object) -> bool:
-    """Whether a copy of an object is no substitute for it where several names use it."""
-    return isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator)) or has_state(value)
 
 
 def _parts_of(value: object) -> Iterator[tuple[str, str, object]]:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from meshbook.errors import message_of
 from meshbook.rank.cells.tracebacks import error_text, to_frames
-from meshbook.rank.healing.random_states import random_states
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.recording import bundle, copying
 from meshbook.rank.recording.collective_log import CollectiveLog
 from meshbook.rank.recording.entries import CollectiveEntry
 from meshbook.rank.recording.recorder import make_header, mib, sources_of
 from meshbook.rank.recording.references import RecordedObjects
+from meshbook.rank.state.random_states import random_states
 from meshbook.wire import pickling
 from meshbook.wire.messages import Payload
 from meshbook.wire.pickler import LimitExceeded

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.diagnose.source_files import is_cell_file
 from meshbook.errors import message_of
-from meshbook.rank.healing.random_states import random_states
 from meshbook.rank.process_groups.groups import ProcessGroups
 from meshbook.rank.recording import bundle, copying
 from meshbook.rank.recording.collective_log import CollectiveLog
 from meshbook.rank.recording.entries import CollectiveEntry
 from meshbook.rank.recording.names import names_bound_first, names_read
 from meshbook.rank.recording.references import RecordedObjects
+from meshbook.rank.state.random_states import random_states
 from meshbook.version import __version__
 from meshbook.wire import pickling
 from meshbook.wire.messages import Payload, RankError, RunCell

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError
@@ -24,6 +23,7 @@ from meshbook.rank.elastic.agreement import HeldSnapshot, Record, options_to_go_
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.elastic.runs import Run
 from meshbook.rank.process_groups import gradient_buckets
+from meshbook.rank.state.modules import reshard
 from meshbook.rank.tensors import tensor_store
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS
@@ -46,7 +46,7 @@ def take_snapshot(tensors: Sequence[torch.Tensor], run: float, number: float, st
     store = _current_store()
     local = [_memory_of(tensor) for tensor in tensors]
     for resident in _modules():
-        _reshard(resident)
+        reshard(resident.module)
     if store.loop is None or store.loop.number != int(run):
         store.loop = _new_run(int(run))
     at = HeldSnapshot(int(number), 0, int(step), is_end=False, has_copies=True)
@@ -93,7 +93,7 @@ def load_snapshot(tensors: Sequence[torch.Tensor], places: Sequence[int], number
     snapshot = next(one for one in held if one.held is not None and one.held.number == int(number))
     part = snapshot.parts([_PART])[_PART]
     for resident in _modules():
-        _reshard(resident)
+        reshard(resident.module)
     for tensor, place in zip(tensors, places, strict=True):
         local, memory = wait_local_tensor(tensor).detach(), part.tensors[place]
         local.copy_(memory.view(local.dtype).view(local.shape))
@@ -139,13 +139,6 @@ def _modules() -> list[ResidentModule]:
 
 def _ddp_modules() -> Iterator[ResidentModule]:
     return (resident for resident in _modules() if isinstance(resident.module, DistributedDataParallel))
-
-
-def _reshard(resident: ResidentModule) -> None:
-    """Free whole parameters that FSDP2 has gathered: they are gathered again from the shards, which are state."""
-    for submodule in resident.module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()
 
 
 def _arrange_buckets(resident: ResidentModule, buckets: Any) -> None:

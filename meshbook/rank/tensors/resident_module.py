@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError, message_of, repr_of
-from meshbook.rank.object_states import attributes_of, extra_states_of, load_attributes
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
+from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
 
