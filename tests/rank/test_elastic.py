@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -177,8 +178,23 @@ def test_the_next_rank_is_sent_what_it_does_not_have() -> None:
 
 def test_small_units_that_are_not_everywhere_go_to_every_rank() -> None:
     parts = [manifest("same", "a", size=100), manifest("same", "b", size=100)]
-    assert units_to_share(0, parts) == [1]
-    assert units_to_share(0, [manifest("same", "a"), manifest("same", "b")]) == []
+    assert units_to_share(parts) == [[1], [1]]
+    assert units_to_share([manifest("same", "a"), manifest("same", "b")]) == [[], []]
+
+
+def test_what_every_rank_is_given_is_found_in_two_passes_over_each_part_however_many_ranks_there_are() -> None:
+    num_passes = 0
+
+    class CountedUnits(list[Unit]):
+        def __iter__(self) -> Iterator[Unit]:
+            nonlocal num_passes
+            num_passes += 1
+            return super().__iter__()
+
+    parts = [manifest("same", str(rank), size=100) for rank in range(64)]
+    counted = [Manifest(part.parts, CountedUnits(part.units)) for part in parts]
+    assert units_to_share(counted) == [[1]] * 64
+    assert num_passes <= 2 * 64
 
 
 def test_units_side_by_side_are_one_piece_of_memory() -> None:
@@ -292,6 +308,19 @@ def test_an_optimizer_goes_back_to_the_time_before_its_first_step() -> None:
     assert optimizer.state
     contents.restore("x", snapshot.parts(["x"])["x"], {"x": optimizer}, {})
     assert not optimizer.state
+
+
+def test_a_rank_finds_its_own_units_and_the_copies_of_the_rank_before_it_by_their_digests() -> None:
+    snapshots = [Snapshot(0), Snapshot(1)]
+    values = [[torch.zeros(5), torch.full((3,), 7.0), torch.full((9,), 8.0)], [torch.zeros(5), torch.ones(3)]]
+    parts = [one.fill({"x": contents.capture(value, "x", {})}) for one, value in zip(snapshots, values, strict=True)]
+    for one in snapshots:
+        one.manifests = parts
+    for target, piece in zip(snapshots[1].to_receive(), snapshots[0].to_send(), strict=True):
+        target.copy_(piece)
+    memory = snapshots[1].memory_of_units()
+    assert memory.keys() == {unit.digest for part in parts for unit in part.units}
+    assert all(digest(piece.numpy()) == wanted for wanted, piece in memory.items())
 
 
 def test_memory_is_used_again_for_the_next_snapshot() -> None:

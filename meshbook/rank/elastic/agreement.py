@@ -243,11 +243,16 @@ _MAX_SHARED_BYTES = 8 << 10
 _MAX_ALL_SHARED_BYTES = 256 << 10
 
 
-def units_to_share(rank: int, manifests: Sequence[Manifest]) -> list[int]:
-    """Return which units of a rank's part every rank is given: small ones that not every rank has itself."""
+def units_to_share(manifests: Sequence[Manifest]) -> list[list[int]]:
+    """Return by rank which units of its part every rank is given: small ones that not every rank has itself."""
+    # Once for all ranks: for each, it would be the largest part of a snapshot of many ranks.
     everywhere = set.intersection(*({unit.digest for unit in manifest.units} for manifest in manifests))
+    return [_small_units_beyond(everywhere, manifest.units) for manifest in manifests]
+
+
+def _small_units_beyond(everywhere: set[bytes], units: Sequence[Unit]) -> list[int]:
     found, total = [], 0
-    for at, unit in enumerate(manifests[rank].units):
+    for at, unit in enumerate(units):
         if unit.size <= _MAX_SHARED_BYTES and unit.digest not in everywhere:
             total += unit.size
             if total > _MAX_ALL_SHARED_BYTES:

@@ -173,6 +173,7 @@ class Run:
     def _exchange_parts(self, rank: int, chosen: GoBack, plan: SnapshotPlan, have: Snapshot | None) -> Snapshot | None:
         """Send and receive parts of ranks that lack theirs. Return this rank's, if it is one of them. Blocks."""
         received = None
+        held = {} if have is None else have.memory_of_units()
         for lost, source in zip(chosen.lacking, plan.sources, strict=True):
             memory = None
             if rank == lost:
@@ -182,9 +183,7 @@ class Run:
                 if memory is not None and sender >= 0:
                     receive_memory(memory[at], sender)
                 elif rank == sender:
-                    assert have is not None  # it was chosen as the source
-                    in_own = any(own.digest == unit.digest for own in plan.manifests[rank].units)
-                    send_memory(have.find(unit.digest, before=not in_own), lost)
+                    send_memory(held[unit.digest], lost)
         if received is not None:
             received.held = msgspec.structs.replace(chosen.snapshot, has_copies=False)
         return received
@@ -211,11 +210,10 @@ def _units_by_name(manifest: Manifest) -> dict[str, list[bytes]]:
 
 def _share_small_units(rank: int, snapshot: Snapshot, manifests: list[Manifest]) -> list[Manifest]:
     """Give all ranks the small units that not every rank has, and return the manifests with them. Blocks."""
-    wanted = [units_to_share(at, manifests) for at in range(len(manifests))]
+    wanted = units_to_share(manifests)
     if not any(wanted):
         return manifests
-    own = manifests[rank].units
-    sent = transfer.gather(_packer.encode([snapshot.content(own, at) for at in wanted[rank]]))
+    sent = transfer.gather(_packer.encode(snapshot.contents(manifests[rank].units, wanted[rank])))
     for manifest, numbers, text in zip(manifests, wanted, sent, strict=True):
         for at, data in zip(numbers, _contents.decode(text), strict=True):
             manifest.units[at] = msgspec.structs.replace(manifest.units[at], data=data)

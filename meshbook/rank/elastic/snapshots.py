@@ -47,10 +47,10 @@ class Snapshot:
         units = [Unit(digest(memory[start : start + size]), size) for start, size in zip(starts, sizes, strict=False)]
         return Manifest({name: 1 + len(part.tensors) for name, part in parts.items()}, units)
 
-    def content(self, units: Sequence[Unit], at: int) -> bytes:
-        """Return the bytes of one of this rank's units."""
-        start = offsets([unit.size for unit in units])[at]
-        return self.own[start : start + units[at].size].numpy().tobytes()
+    def contents(self, units: Sequence[Unit], wanted: Sequence[int]) -> list[bytes]:
+        """Return the bytes of some of this rank's units."""
+        starts = offsets([unit.size for unit in units])
+        return [self.own[starts[at] : starts[at] + units[at].size].numpy().tobytes() for at in wanted]
 
     # ---- copies of the rank before
 
@@ -88,19 +88,18 @@ class Snapshot:
             at += count
         return found
 
-    def find(self, wanted: bytes, *, before: bool) -> torch.Tensor:
-        """Return the memory of a unit by its digest: from the copies, or from this rank's own part."""
-        manifest = self.manifests[self._rank - 1 if before else self._rank]
-        starts = offsets([unit.size for unit in manifest.units])
-        if not before:
-            at = next(at for at, unit in enumerate(manifest.units) if unit.digest == wanted)
-            return self.own[starts[at] : starts[at] + manifest.units[at].size]
-        start = 0
-        for at in units_to_copy(manifest, self.manifests[self._rank]):
-            if manifest.units[at].digest == wanted:
-                return self.copies[start : start + manifest.units[at].size]
-            start += starts[at + 1] - starts[at]
-        raise AssertionError("a copy that was never sent")  # sources are chosen by the same manifests
+    def memory_of_units(self) -> dict[bytes, torch.Tensor]:
+        """Return by digest the memory of each unit that is here: the copies, and this rank's own part."""
+        before, part = self.manifests[self._rank - 1], self.manifests[self._rank]
+        found, start = {}, 0
+        for at in units_to_copy(before, part):
+            unit = before.units[at]
+            found[unit.digest] = self.copies[start : start + unit.size]
+            start += offsets([unit.size])[-1]
+        starts = offsets([unit.size for unit in part.units])
+        for start, unit in zip(starts, part.units, strict=False):
+            found[unit.digest] = self.own[start : start + unit.size]
+        return found
 
     def allocate(self, manifests: list[Manifest]) -> list[torch.Tensor]:
         """Return memory for the units of this rank's own part, which other ranks send; small ones are filled in."""
