@@ -31,6 +31,7 @@ SAVING_PREFIX = ".saving-"
 _REPLACED_PREFIX = ".replaced-"
 _DISCARDED_PREFIX = ".discarded-"
 _OWNER = "owner.json"  # in a folder that is being saved: the process that made it
+_MARKS = frozenset({_OWNER, MANIFEST})  # one of them is in every folder that a save has made
 _NEW = ".new"
 _NAME = re.compile(r"(?:step-\d{8,}|save-\d{4,})(?:\.new)?")
 # A left-over of a machine whose processes cannot be looked at is removed when it has not changed for so long.
@@ -84,18 +85,19 @@ def scan(path: str | Path) -> tuple[list[CheckpointEntry], dict[Path, str]]:
             except CheckpointError as error:
                 problems[folder] = str(error)
             break
-    return sorted(entries, key=lambda entry: entry.manifest.saved_at), problems
+    # The clock of the machine that commits may go back; checkpoints of earlier versions have no number.
+    return sorted(entries, key=lambda entry: (entry.manifest.number, entry.manifest.saved_at)), problems
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> CheckpointEntry:
     """Return the checkpoint of this step; None: the one that was committed last.
 
-    `path` may also be the folder of the one checkpoint.
+    `path` may also be the folder of the one checkpoint, or of a copy of it, whatever its name.
 
     Raises:
         CheckpointError: there is none; the message says which there are.
     """
-    if (Path(path) / MANIFEST).exists() and _NAME.fullmatch(Path(path).name):
+    if (Path(path) / MANIFEST).exists() and not Path(path).name.startswith((SAVING_PREFIX, _DISCARDED_PREFIX)):
         entry = CheckpointEntry(Path(path), read_manifest(path))
         if step not in (None, entry.manifest.step):
             raise CheckpointError(f"{path} is the checkpoint of step {entry.manifest.step}, not of step {step}")
@@ -126,6 +128,8 @@ def _check_newest_is_readable(entries: Sequence[CheckpointEntry], problems: Mapp
 
 
 def _why_none(names: Collection[str]) -> str:
+    if MANIFEST in names:
+        return "it is what is left of a save that was not committed"
     if ".metadata" in names:
         return f"it is one of torch's own, without {MANIFEST}; load it with torch.distributed.checkpoint"
     if any(name.startswith(SAVING_PREFIX) for name in names):
@@ -229,7 +233,8 @@ def remove_leftovers(path: str, own_saves: Collection[str]) -> None:
                 if name.removeprefix(SAVING_PREFIX) not in own_saves and _is_dead(folder):
                     discard(folder)
             elif name.startswith((_REPLACED_PREFIX, _DISCARDED_PREFIX)):
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(folder)
             elif name.endswith(_NEW) and _NAME.fullmatch(name):
                 with _locked(Path(path)):
                     _finish_replacement(Path(path), name.removesuffix(_NEW))
@@ -242,7 +247,7 @@ def _is_dead(folder: Path) -> bool:
         owner = None
     if owner is None or is_on_other_host(owner):
         with contextlib.suppress(OSError):
-            return clock.wall() - folder.stat().st_mtime > _FOREIGN_LEFTOVER_S
+            return _is_ours(folder) and clock.wall() - folder.stat().st_mtime > _FOREIGN_LEFTOVER_S
         return False
     # This process says which of its saves are under way; the caller has left those out.
     return owner.pid == os.getpid() or not is_running(owner)
@@ -261,9 +266,11 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
         return committed
     check_sizes(CheckpointEntry(folder, manifest))
     try:
-        _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        _sync_folder(folder)
         with _locked(path):
+            number = 1 + max((entry.manifest.number for entry in list_checkpoints(path)), default=0)
+            numbered = msgspec.structs.replace(manifest, number=number)
+            _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(numbered), indent=1))
+            _sync_folder(folder)
             final = _rename(folder, path, manifest.step, overwrite=overwrite)
         (final / _OWNER).unlink(missing_ok=True)
     except OSError as error:
@@ -272,11 +279,14 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
 
 
 def _find_committed(path: Path, manifest: CheckpointManifest) -> Path | None:
-    """Return the checkpoint with exactly this manifest, if there is one."""
+    """Return the checkpoint with exactly this manifest, but for its number, if there is one."""
     if manifest.step is not None:
         with _locked(path):
             _finish_replacement(path, folder_name(manifest.step))
-    return next((entry.folder for entry in list_checkpoints(path) if entry.manifest == manifest), None)
+    for folder, found in list_checkpoints(path):
+        if msgspec.structs.replace(found, number=manifest.number) == manifest:
+            return folder
+    return None
 
 
 def _rename(folder: Path, path: Path, step: int | None, *, overwrite: bool) -> Path:
@@ -323,6 +333,8 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a standby that was forked meanwhile has the descriptor, too
         os.close(descriptor)
 
 
@@ -336,7 +348,8 @@ def _finish_replacement(path: Path, name: str) -> None:
         os.rename(final, replaced)
     os.rename(new, final)
     _sync_folder(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(replaced)
 
 
 def discard(folder: Path) -> None:
@@ -347,7 +360,25 @@ def discard(folder: Path) -> None:
     discarded = folder.with_name(folder.name.replace(SAVING_PREFIX, _DISCARDED_PREFIX, 1))
     with contextlib.suppress(OSError):
         os.rename(folder, discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
+        _remove(discarded)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that a save has made, and no other. Raises OSError."""
+    if not _is_ours(folder):
+        return
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name not in _MARKS:
+            os.unlink(entry)
+    shutil.rmtree(folder, ignore_errors=True)  # the marks go last: a removal that is cut off is gone on with
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a save has made a folder, or nothing is in it that anyone could miss."""
+    names = os.listdir(folder)
+    return not names or not _MARKS.isdisjoint(names)
 
 
 def _write_durably(file: Path, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -55,6 +56,41 @@ def test_the_last_one_is_the_one_that_was_committed_last(tmp_path: Path) -> None
     assert folders.find_checkpoint(tmp_path).manifest.step == 100
     assert folders.find_checkpoint(tmp_path, 800).folder.name == "step-00000800"
     assert folders.find_checkpoint(tmp_path / "step-00000900").manifest.step == 900
+
+
+def test_the_last_one_is_the_one_that_was_committed_last_also_where_the_clock_went_back(tmp_path: Path) -> None:
+    for step, at in ((800, 50.0), (900, 40.0), (100, 45.0)):
+        save(tmp_path, step, at=at)
+    save(tmp_path, 800, at=30.0, overwrite=True)
+    assert [entry.manifest.step for entry in folders.list_checkpoints(tmp_path)] == [900, 100, 800]
+    assert folders.find_checkpoint(tmp_path).manifest.saved_at == 30.0
+
+
+def test_checkpoints_of_earlier_versions_come_first_by_their_clock(tmp_path: Path) -> None:
+    for step, at in ((1, 60.0), (2, 70.0)):
+        folder = save(tmp_path, step, at=at)
+        (folder / folders.MANIFEST).write_bytes(msgspec.json.encode(manifest(step, at)))
+    save(tmp_path, 3, at=50.0)
+    assert [entry.manifest.step for entry in folders.list_checkpoints(tmp_path)] == [1, 2, 3]
+
+
+def test_a_commit_that_is_done_again_comes_to_the_same(tmp_path: Path) -> None:
+    folder = save(tmp_path, 800)
+    again = folders.commit(folders.saving_folder(str(tmp_path), "a-1"), manifest(800), overwrite=False)
+    assert again == folder
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000800 (copy)", ".replaced-step-00000800-7"])
+def test_a_copy_of_a_checkpoint_is_read_under_any_name(tmp_path: Path, name: str) -> None:
+    copy = shutil.copytree(save(tmp_path, 800), tmp_path / name)
+    assert folders.find_checkpoint(copy).folder == copy
+    assert folders.find_checkpoint(copy, 800).manifest.step == 800
+
+
+def test_a_save_that_was_cut_off_before_its_rename_is_no_checkpoint(tmp_path: Path) -> None:
+    cut_off = shutil.copytree(save(tmp_path, 800), folders.saving_folder(str(tmp_path), "a-2"))
+    with pytest.raises(CheckpointError, match="what is left of a save that was not committed"):
+        folders.find_checkpoint(cut_off)
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
@@ -150,6 +186,27 @@ def open_folder(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def test_the_folder_is_free_again_though_a_process_that_was_forked_meanwhile_has_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    opened, copies = os.open, []
+
+    def open_and_copy(path: Path, flags: int) -> int:
+        descriptor = opened(path, flags)
+        copies.append(os.dup(descriptor))
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_and_copy)
+        with folders._locked(tmp_path / "run"):
+            pass
+    with open_folder(tmp_path / "run") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for descriptor in copies:
+        os.close(descriptor)
+
+
 def test_the_same_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
     save(tmp_path, 800)
     with pytest.raises(CheckpointError, match="is there already; save another step, or replace it with overwrite=True"):
@@ -232,6 +289,49 @@ def test_left_overs_of_dead_processes_are_removed_and_those_of_living_ones_stay(
     folders.remove_leftovers(path, ["own-1"])
     there = [folder.exists() for folder in (dead, other, own, forgotten, committed)]
     assert there == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize("prefix", [".discarded-", ".replaced-", folders.SAVING_PREFIX])
+@pytest.mark.parametrize(("files", "is_removed"), [
+    ((), True),
+    (("notes.txt",), False),
+    (("owner.json", "notes.txt"), True),
+    (("meshbook.json", "notes.txt"), True),
+])  # fmt: skip
+def test_only_folders_that_a_save_has_made_are_removed(
+    tmp_path: Path, prefix: str, files: tuple[str, ...], is_removed: bool
+) -> None:
+    folder = tmp_path / f"{prefix}x"
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    os.utime(folder, (0, 0))
+    folders.remove_leftovers(str(tmp_path), ())
+    assert folder.exists() is not is_removed
+
+
+def test_a_removal_that_was_cut_off_anywhere_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders.begin(str(tmp_path), "a-1", 800, identify(os.getpid()), overwrite=False)
+    for rank in range(3):
+        (folder / f"__{rank}_0.distcp").write_bytes(DATA)
+    unlink, left = os.unlink, 0
+
+    def cut_off(*arguments: object, **options: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", cut_off)
+    num_cut_off = 0
+    for left in range(8):  # noqa: B007  # what may be removed before the next cut
+        with contextlib.suppress(KeyboardInterrupt):
+            folders.discard(folder) if folder.exists() else folders.remove_leftovers(str(tmp_path), ())
+            break
+        num_cut_off += 1
+    assert num_cut_off > 1
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_save_of_another_container_is_not_taken_for_a_left_over(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class CheckpointManifest(Struct, frozen=True, gc=False):
     torch: str  # its version
     names: tuple[SavedName, ...]
     files: tuple[SavedFile, ...]
+    number: int = 0  # greater than those of all that were committed to the same path before; 0: not known
 
     @property
     def num_bytes(self) -> int:
