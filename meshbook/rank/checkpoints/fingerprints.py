@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 from typing import Any
@@ -10,10 +11,10 @@ import numpy
 import torch
 
 from meshbook.rank.previews.digests import digest_plain
-from meshbook.rank.state.memory_digests import digest
+from meshbook.rank.state.memory_digests import CHUNK_ROWS, ROW_BYTES, ROW_WORDS, WEIGHTS, digest, hash_sums
 
-# Numbers of 8 bytes in a row of the sums that are made on a GPU.
-_ROW = 4096
+# Rows that a GPU sums up at a time: 64 MiB, as large as each of the products that are in its memory then.
+_DEVICE_ROWS = 4096
 
 
 def serialize(value: Any) -> bytes:
@@ -30,8 +31,8 @@ def fingerprint_value(value: Any, serialized: bytes) -> str:
 
 def fingerprint_tensor(tensor: torch.Tensor) -> str:
     """Return a fingerprint of shape, dtype and content. Waits for the device."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}:{_digest(flat) if flat.device.type == 'cpu' else _sums(flat)}"
+    flat = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype}{tuple(tensor.shape)}:{_digest(flat) if flat.device.type == 'cpu' else device_digest(flat)}"
 
 
 def _digest(flat: torch.Tensor) -> str:
@@ -39,10 +40,24 @@ def _digest(flat: torch.Tensor) -> str:
     return digest(numpy.from_dlpack(flat).view(numpy.uint8)).hex() if flat.numel() else ""
 
 
-def _sums(flat: torch.Tensor) -> str:
-    """Return the fingerprint of a tensor on a device: of the sums of its rows and of its columns as a matrix."""
-    row_bytes = 8 * _ROW
-    whole = flat.numel() // row_bytes * row_bytes
-    matrix = flat[:whole].view(torch.int64).reshape(-1, _ROW)
-    sums = torch.cat([matrix.sum(1), matrix.sum(0)]).cpu().view(torch.uint8)
-    return f"{_digest(sums)}{_digest(flat[whole:].cpu())}"
+def device_digest(flat: torch.Tensor) -> str:
+    """Return what `_digest` would of a copy in CPU memory, of which the device makes the sums."""
+    if not flat.numel():
+        return ""
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # words begin at a multiple of 8
+    num_rows = flat.numel() // ROW_BYTES
+    end = num_rows * ROW_BYTES
+    first, second = _device_weights(flat.device)
+    sums = []
+    for chunk in torch.split(flat[:end].view(torch.int64).reshape(num_rows, ROW_WORDS), _DEVICE_ROWS):
+        upper = (chunk >> 32) & 0xFFFF_FFFF  # the words have no sign
+        sums.append(torch.stack([(chunk * first).sum(1), (upper * second).sum(1)]))
+    found = torch.cat(sums, 1).cpu().numpy().view(numpy.uint64)
+    by_chunk = (each for at in range(0, num_rows, CHUNK_ROWS) for each in found[:, at : at + CHUNK_ROWS])
+    return hash_sums(flat.numel(), by_chunk, flat[end:].cpu().numpy()).hex()
+
+
+@functools.cache
+def _device_weights(device: torch.device) -> list[torch.Tensor]:
+    return [torch.from_numpy(weights.view(numpy.int64)).to(device) for weights in WEIGHTS]

@@ -10,28 +10,41 @@ Nothing is claimed against contents that are made to collide.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-_ROW_WORDS = 2048
+ROW_WORDS = 2048
+ROW_BYTES = 8 * ROW_WORDS
 # Rows that are handled at a time, so that what is shifted stays in the cache: 512 KiB.
-_CHUNK_ROWS = 32
-_WEIGHTS = [
-    numpy.random.Generator(numpy.random.PCG64(seed)).integers(0, 2**63, _ROW_WORDS, dtype=numpy.uint64) * 2 + 1
+CHUNK_ROWS = 32
+WEIGHTS = [
+    numpy.random.Generator(numpy.random.PCG64(seed)).integers(0, 2**63, ROW_WORDS, dtype=numpy.uint64) * 2 + 1
     for seed in (1, 2)
 ]
 
 
 def digest(memory: NDArray[numpy.uint8]) -> bytes:
     """Return the digest of contiguous bytes: 16 bytes. Fastest where these begin at a multiple of 8."""
-    found = hashlib.blake2b(len(memory).to_bytes(8, "little"), digest_size=16)
-    num_rows = len(memory) // (8 * _ROW_WORDS)
-    end = num_rows * 8 * _ROW_WORDS
-    rows = memory[:end].view(numpy.uint64).reshape(num_rows, _ROW_WORDS)
-    for begin in range(0, num_rows, _CHUNK_ROWS):
-        chunk = rows[begin : begin + _CHUNK_ROWS]
-        found.update((chunk @ _WEIGHTS[0]).data)
-        found.update(((chunk >> 32) @ _WEIGHTS[1]).data)
-    found.update(memory[end:].data)
+    num_rows = len(memory) // ROW_BYTES
+    end = num_rows * ROW_BYTES
+    rows = memory[:end].view(numpy.uint64).reshape(num_rows, ROW_WORDS)
+    chunks = (rows[begin : begin + CHUNK_ROWS] for begin in range(0, num_rows, CHUNK_ROWS))
+    sums = (sums for chunk in chunks for sums in (chunk @ WEIGHTS[0], (chunk >> 32) @ WEIGHTS[1]))
+    return hash_sums(len(memory), sums, memory[end:])
+
+
+def hash_sums(num_bytes: int, sums: Iterable[NDArray[Any]], rest: NDArray[numpy.uint8]) -> bytes:
+    """Return the digest of as many bytes.
+
+    Args:
+        sums: of 8 bytes each; by chunk, those of its rows, and those of the upper halves of its rows.
+        rest: the bytes after the last row.
+    """
+    found = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=16)
+    for each in sums:
+        found.update(each.data)
+    found.update(rest.data)
     return found.digest()
