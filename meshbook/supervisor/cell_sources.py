@@ -26,13 +26,15 @@ def cells_to_replay(entries: Iterable[HistoryEntry], new_ranks: Ranks) -> tuple[
 
     Those are cells that ran on all ranks that the mesh had then, or on ranks of these numbers.
 
-    A setup cell that did not end well is run as another cell: for its imports and definitions.
+    A setup cell that did not end well is run as another cell: for its imports and definitions. One that is run again
+    without `--setup` stays a setup cell.
     """
     cells: dict[str, CellToReplay] = {}
     for entry in entries:
         if entry.status == "running" or not (entry.whole_mesh or set(new_ranks) <= set(entry.ranks)):
             continue  # it waits for the new ranks, or was not theirs
-        is_setup = entry.setup and entry.status == "ok"
+        before = cells.get(entry.source)
+        is_setup = entry.status == "ok" if entry.setup else before is not None and before.setup
         if is_setup or _may_define(entry.source):
             cells.pop(entry.source, None)
             cells[entry.source] = CellToReplay(entry.source, entry.number, entry.label, is_setup)

@@ -39,6 +39,18 @@ def test_a_setup_cell_that_did_not_end_well_gives_its_definitions_only(status: s
     assert replayed(entry("import a\nbuild()", setup=True, status=status)) == [("import a\nbuild()", False)]
 
 
+@pytest.mark.parametrize("status", ["ok", "error"])
+def test_a_setup_cell_whose_text_is_run_again_without_setup_stays_a_setup_cell(status: str) -> None:
+    again = entry("import a\nbuild()", status=status)
+    assert replayed(entry("import a\nbuild()", setup=True), again) == [("import a\nbuild()", True)]
+    assert replayed(again, entry("import a\nbuild()", setup=True), again) == [("import a\nbuild()", True)]
+
+
+def test_a_setup_cell_that_fails_when_it_is_run_again_as_one_gives_its_definitions_only() -> None:
+    cells = entry("import a\nbuild()", setup=True), entry("import a\nbuild()", setup=True, status="error")
+    assert replayed(*cells) == [("import a\nbuild()", False)]
+
+
 def test_a_cell_that_waits_until_the_mesh_is_healed_is_not_replayed_before() -> None:
     assert replayed(entry("x = 1", status="running")) == []
 
