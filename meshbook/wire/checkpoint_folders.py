@@ -9,6 +9,7 @@ committed as `step-00000800.new`, which readers prefer; then the old one is move
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshbook import clock
-from meshbook.errors import CheckpointError
+from meshbook.errors import CheckpointError, message_of
 from meshbook.wire.messages import CheckpointManifest
 from meshbook.wire.processes import ProcessIdentity, is_on_other_host, is_running
 
@@ -274,8 +275,16 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
             final = _rename(folder, path, manifest.step, overwrite=overwrite)
         (final / _OWNER).unlink(missing_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be committed: {error}") from error
+        raise CheckpointError(f"{folder} could not be committed: {describe_failure(error, path)}") from error
     return final
+
+
+def describe_failure(error: BaseException, path: str | Path) -> str:
+    """Return why a save to this path has failed, and what to do about it if the disk is full."""
+    text = message_of(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{text}; free space in {path}, or save to another path"
+    return text
 
 
 def _find_committed(path: Path, manifest: CheckpointManifest) -> Path | None:

@@ -624,7 +624,7 @@ def test_a_disk_that_takes_no_more_ends_the_save_with_its_reason(mesh: Mesh, tmp
         "x = torch.ones(4)"
     )
     try:
-        with pytest.raises(CheckpointError, match=r"rank 3: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=r"rank 3: .*No space left on device; free space in"):
             mesh.checkpoint(tmp_path / "run", "x", step=1, asynchronous=False)
     finally:
         mesh.run(LET_GO)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -260,6 +261,17 @@ def test_a_commit_looks_whether_the_files_are_as_reported(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has 17 bytes and was committed with 18"):
         folders.commit(folder, manifest(800), overwrite=False)
     assert folders.list_checkpoints(tmp_path) == []
+
+
+def test_a_commit_for_which_the_disk_has_no_space_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=f"No space left on device; free space in {tmp_path}, or save to another"):
+        save(tmp_path, 800)
 
 
 def test_a_file_that_was_changed_since_is_found_by_its_digest(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from meshbook.clock import perf_counter
-from meshbook.errors import message_of
 from meshbook.ids import CallId
 from meshbook.rank.checkpoints import planning, restoring, writing
 from meshbook.rank.checkpoints.exchange import Exchange, SoloExchange
@@ -206,5 +205,6 @@ class RankCheckpoints:
         threading.Thread(target=run, name="meshbook-checkpoint", daemon=True).start()
 
     def _report_failure(self, save: _Save, error: BaseException) -> None:
-        text, call = message_of(error) or type(error).__name__, save.command.call
-        self._report(CheckpointWritten(rank=self._rank, save=call, generation=save.generation, error=text))
+        text = checkpoint_folders.describe_failure(error, save.command.path)
+        report = CheckpointWritten(self._rank, save.command.call, save.generation, error=text)
+        self._report(report)

@@ -125,7 +125,7 @@ class Restore:
                 problems.append(Problem("not to be restored", f"`{state.saved.name}`: {error}"))
                 continue
             self._targets.append(target)
-            problems += target.problems
+            problems += target.problems + target.find_unwritable()
             own |= {key_of(path) for path in target.own_paths}
             saved |= {key_of(path) for path in target.saved_paths}
             problems += self._compare_ranks(state, target)

@@ -77,8 +77,19 @@ class Target:
             text = f"{key} is {tensor.dtype} here and {entry.properties.dtype} in the checkpoint"
             self.problems.append(Problem("of another dtype", text))
 
+    def find_unwritable(self) -> list[Problem]:
+        """Return the tensors into which nothing can be read."""
+        found = [key_of(path) for path, tensor in self.tensors.items() if _is_expanded(tensor)]
+        text = "is expanded (elements share memory), and cannot be written to; put"
+        return [Problem("not to be restored", f"{key} {text} {key}.clone() in its place") for key in found]
+
     def missing(self, path: Path) -> None:
         self.problems.append(Problem("missing in the checkpoint", key_of(path)))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
 def make_target(
