@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import TransferError, message_of
+from meshbook.errors import MeshbookError, TransferError, message_of
 from meshbook.ids import Ranks
 from meshbook.rank.healing import transfer
 from meshbook.rank.healing.choice import NO_MEMBER, Choice, Held, Rules, choose_sources
@@ -254,6 +254,8 @@ class _Sharing:
                     namespace[name] = value
                 if not isinstance(value, _LoadableState):
                     load_gradients(namespace.get(name), gradients, with_shards=self._with_shards)
+            except MeshbookError as error:
+                reply["missing"][name] = str(error)
             except Exception as error:  # a user's load_state_dict may raise anything
                 reply["missing"][name] = f"{type(error).__name__}: {message_of(error)}"
             else:
@@ -309,8 +311,11 @@ class _OfGroups:
         self.names, self.mesh = names, mesh  # mesh: device type, ranks, names of dims of a DeviceMesh
 
     def make(self, groups: ProcessGroups) -> Any:
+        """Return the object. Raises TransferError."""
         if self.names == (NO_MEMBER,):
             return dist.GroupMember.NON_GROUP_MEMBER
+        if not groups.table.names.issuperset(self.names):  # a new rank has every group that another has
+            raise TransferError("the other ranks have destroyed this process group: it is of no use there either")
         found = [groups.table[name] for name in self.names]
         if self.mesh is None:
             return found[0]
