@@ -72,6 +72,9 @@ class CheckpointMethods(MeshInspection):
     ) -> checkpoints.SavedCheckpoint:
         """Load a checkpoint into the names that it was saved from, whatever the number of ranks. Blocks.
 
+        It runs what the checkpoint's pickles say, as `torch.load(weights_only=False)`: restore only from folders that
+        you trust.
+
         Args:
             path: as for `checkpoint`.
             names: only these; without any, all that the checkpoint has.

@@ -20,5 +20,5 @@ class NoGroups:
 
 @pytest.mark.parametrize("mesh", [None, ("cpu", [[0, 1]], ("dp", "tp"))])
 def test_a_name_whose_process_group_the_others_have_destroyed_is_said_in_words(mesh: Any) -> None:
-    with pytest.raises(TransferError, match="^the other ranks have destroyed this process group"):
+    with pytest.raises(TransferError, match=r"^the other ranks have destroyed this process group"):
         _OfGroups(("1",), mesh).make(cast(ProcessGroups, NoGroups()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import queue
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,26 @@ def test_a_save_for_which_the_disk_has_no_space_says_what_to_do(rank: OneRank, m
     rank.checkpoints.write_files("a-1")
     error = rank.reports.get(timeout=WAIT_S).error
     assert error == f"[Errno 28] No space left on device; free space in {rank.path}, or save to another path"
+
+
+def test_what_ranks_leave_in_the_folder_for_rank_0_is_not_unpickled(rank: OneRank) -> None:
+    rank.names["x"] = torch.ones(3)
+    rank.begin()
+    rank.checkpoints.write_files("a-1")
+    assert rank.reports.get(timeout=WAIT_S).error == ""
+    folder = checkpoint_folders.saving_folder(str(rank.path), "a-1")
+    (folder / ".results-0").write_bytes(pickle.dumps([]))
+    rank.checkpoints.write_metadata("a-1")
+    assert "JSON" in rank.reports.get(timeout=WAIT_S).error
+
+
+def test_a_rank_restores_what_it_has_saved(rank: OneRank) -> None:
+    wanted = {"x": torch.arange(6.0).reshape(2, 3), "steps": 7, "model": torch.nn.Linear(2, 2)}
+    rank.names |= wanted
+    weight = wanted["model"].weight.detach().clone()
+    folder = rank.save()
+    rank.names |= {"x": torch.zeros(2, 3), "steps": 0, "model": torch.nn.Linear(2, 2)}
+    rank.restore(folder)
+    assert torch.equal(rank.names["x"], torch.arange(6.0).reshape(2, 3))
+    assert rank.names["steps"] == 7
+    assert torch.equal(rank.names["model"].weight, weight)

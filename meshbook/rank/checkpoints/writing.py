@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import torch
+from msgspec import Struct
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -121,15 +122,30 @@ def write_part(files: HashingFileSystem, plan: SavePlan, staged: StagedState, fo
     with files.create_stream(folder / name, "wb") as stream:
         results = [_write_item(stream, item, staged, name) for item in plan.items]
         os.fsync(stream.fileno())
-    (folder / f"{_RESULTS_PREFIX}{rank}").write_bytes(pickle.dumps(results))
+    (folder / f"{_RESULTS_PREFIX}{rank}").write_bytes(msgspec.json.encode(results))
 
 
-def _write_item(stream: HashingFile, item: WriteItem, staged: StagedState, name: str) -> WriteResult:
-    offset, data = stream.tell(), staged.resolve_data(item)
+class _Written(Struct, frozen=True, array_like=True):
+    """Where an item is. Not torch's own object: rank 0 would unpickle what is in a folder that others may share."""
+
+    key: str  # in the checkpoint
+    offset: tuple[int, ...] | None  # of a part of a tensor, in the whole
+    index: int | None  # of the part
+    file: str
+    start: int  # in the file, in bytes, as is the length
+    length: int
+
+    def result(self) -> WriteResult:
+        index = MetadataIndex(self.key, None if self.offset is None else torch.Size(self.offset), self.index)
+        return WriteResult(index, self.length, _StorageInfo(self.file, self.start, self.length))
+
+
+def _write_item(stream: HashingFile, item: WriteItem, staged: StagedState, name: str) -> _Written:
+    start, data = stream.tell(), staged.resolve_data(item)
     for piece in saved_pieces(data) if isinstance(data, torch.Tensor) else (data.getbuffer(),):
         stream.write(piece)
-    length = stream.tell() - offset
-    return WriteResult(item.index, length, _StorageInfo(name, offset, length))
+    offset = None if item.index.offset is None else tuple(item.index.offset)
+    return _Written(item.index.fqn, offset, item.index.index, name, start, stream.tell() - start)
 
 
 def saved_pieces(tensor: torch.Tensor) -> list[bytes | memoryview]:
@@ -179,6 +195,7 @@ class _Recorder:
 def write_metadata(writer: FileSystemWriter, metadata: Metadata, folder: Path, world_size: int) -> None:
     """Write `.metadata` from what all ranks have left in the folder. Blocks until it is on the disk."""
     files = [folder / f"{_RESULTS_PREFIX}{rank}" for rank in range(world_size)]
-    writer.finish(metadata, [pickle.loads(file.read_bytes()) for file in files])
+    written = [msgspec.json.decode(file.read_bytes(), type=list[_Written]) for file in files]
+    writer.finish(metadata, [[each.result() for each in of_rank] for of_rank in written])
     for file in files:
         file.unlink()
