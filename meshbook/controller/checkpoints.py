@@ -113,6 +113,11 @@ class _OpenSaves:
     def saves(self) -> list[CheckpointSave]:
         return [save for save, _, _ in list(self._open.values())]
 
+    def give_up(self, session: Session) -> None:
+        """Have the supervisor throw away what is being written. Does not wait."""
+        for call, (_, _, ranks) in list(self._open.items()):
+            session.interrupt(ranks, target=call)
+
     def _committed(self, report: messages.CheckpointCommitted) -> None:
         if (found := self._open.pop(report.save, None)) is not None:
             found[1].set_result(SavedCheckpoint.of(report.folder, report.manifest))
@@ -271,14 +276,20 @@ def finish_saves(session: Session, what: str) -> None:
         what: follows, "the resize".
 
     Raises:
-        KeyboardInterrupt: Stop, which ends the waiting; the saves go on.
+        KeyboardInterrupt: Stop, which gives the saves up: a disk may hang.
     """
-    opened = _open_saves(session).saves() if session.ended is None and _KEY in session.extras else []
-    for save in opened:
-        if not save.done():
-            print(f"{what} waits for {save.label}, which is being written", flush=True)
-            while not save.wait_done(_LOOK_S) and not session.connection.silent:
-                pass
+    if session.ended is not None or _KEY not in session.extras:
+        return
+    saves = _open_saves(session)
+    try:
+        for save in saves.saves():
+            if not save.done():
+                print(f"{what} waits for {save.label}, which is being written; Stop gives it up", flush=True)
+                while not save.wait_done(_LOOK_S) and not session.connection.silent:
+                    pass
+    except KeyboardInterrupt:
+        saves.give_up(session)
+        raise
 
 
 def _check_names(names: Sequence[Any]) -> None:

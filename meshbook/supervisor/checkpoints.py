@@ -32,6 +32,7 @@ from meshbook.wire.messages import (
 class _OpenSave:
     command: messages.SaveCheckpoint
     written: dict[int, CheckpointWritten] = field(default_factory=dict)  # by rank
+    is_copied: bool = False  # the ranks' main threads are done with it
     is_committing: bool = False  # the driver renames it; nothing can end it any more
 
     @property
@@ -86,10 +87,18 @@ class CheckpointSaves:
         if save is None or save.is_committing:
             return []
         if not failed:
+            save.is_copied = True
             return [self._ranks.send(call.ranks, messages.WriteCheckpoint(ranks=call.ranks, save=call.id))]
         error = failed[0].outcome.error
         text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
         return self._discard(save, f"{name_ranks(failed[0].ranks)}: {text}")
+
+    def stopped(self, call: CallId | None) -> list[Effect]:
+        """A client gives up a save that is being written. One that ranks still copy ends with its call."""
+        save = None if call is None else self._saves.get(call)
+        if save is None or not save.is_copied or save.is_committing:
+            return []
+        return self._discard(save, "it was stopped while it was written")
 
     def written(self, host: int, report: CheckpointWritten, now: float) -> list[Effect]:
         """A rank has written its files, or `.metadata`, or has failed."""

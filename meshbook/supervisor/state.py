@@ -89,9 +89,7 @@ class MeshState:
         self._logs = LogSearches(self._ranks, self.machines)
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
-            messages.Interrupt: lambda client, command, _, now: self._scheduler.interrupt(
-                client.id, self.changes.healing.aim_stop(command), now
-            ),
+            messages.Interrupt: self._interrupt,
             **self._input_requests.command_handlers,
             messages.Release: self._release,
             messages.KillRanks: self._kill_ranks,
@@ -264,6 +262,10 @@ class MeshState:
         if self._startup.spec is None:
             return self._refuse(client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet")
         return self._refuse_unknown_ranks(client, command) or self._monitoring.take_snapshots(client.id, command, now)
+
+    def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Effect]:
+        command = self.changes.healing.aim_stop(command)
+        return self.saves.stopped(command.target) or self._scheduler.interrupt(client.id, command, now)
 
     def _release(self, client: Client, command: messages.Release, body: bytes, now: float) -> list[Effect]:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks)

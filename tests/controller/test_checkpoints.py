@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -573,6 +574,25 @@ def test_what_would_end_a_save_that_is_being_written_waits_for_it(
             gate.open()
             done.result(WAIT_S)
         assert opened.result(WAIT_S).world_size == 3
+
+
+def test_stop_gives_up_a_save_that_a_resize_waits_for_and_whose_writers_hang(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with create_mesh(3) as mesh:
+        mesh.run(HOLD.format(wait=gate.wait) + "x = torch.ones(4)", echo=False)
+        opened = mesh.checkpoint(tmp_path / "run", "x")
+
+        def press_stop() -> None:
+            when(lambda: "the resize waits for the checkpoint" in capsys.readouterr().out)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press_stop).start()
+        with pytest.raises(KeyboardInterrupt):
+            mesh.resize(2)
+        with pytest.raises(CheckpointError, match="thrown away: it was stopped while it was written"):
+            opened.result(WAIT_S)
+        assert mesh.resize(2).left == (2,)
 
 
 def test_a_save_is_committed_after_its_client_has_left(tmp_path: Path, gate: Gate) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,29 @@ def test_a_rank_restores_what_it_has_saved(rank: OneRank) -> None:
     assert torch.equal(rank.names["x"], torch.arange(6.0).reshape(2, 3))
     assert rank.names["steps"] == 7
     assert torch.equal(rank.names["model"].weight, weight)
+
+
+def test_a_save_does_not_wait_for_one_that_was_given_up_and_whose_disk_hangs(
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, write, can_write = threading.Event(), writing.write_part, threading.Event()
+
+    def hang(*arguments: Any) -> None:
+        if not hanging.is_set():
+            hanging.set()
+            assert can_write.wait(WAIT_S)
+        write(*arguments)
+
+    monkeypatch.setattr(writing, "write_part", hang)
+    rank.names["x"] = torch.ones(3)
+    rank.begin()
+    rank.checkpoints.write_files("a-1")
+    assert hanging.wait(WAIT_S)
+    rank.checkpoints.drop("a-1")
+    second = threading.Thread(target=lambda: rank.begin("a-2", 2), daemon=True)
+    second.start()
+    second.join(WAIT_S)
+    assert not second.is_alive()
+    rank.checkpoints.write_files("a-2")
+    assert rank.reports.get(timeout=WAIT_S).save == "a-2"
+    can_write.set()

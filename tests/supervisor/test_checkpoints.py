@@ -178,6 +178,45 @@ def test_a_save_that_is_stopped_is_discarded(world: Saving) -> None:
     assert "interrupted" in reason_of(world.finish("save", status="interrupted"))
 
 
+def test_a_save_that_is_being_written_is_given_up_by_a_stop_of_it_and_blocks_no_resize(world: Saving) -> None:
+    world.save()
+    world.finish("save")
+    resize = messages.ResizeMesh(call="resize", axes={"rank": 2})
+    assert "a checkpoint is being saved" in messages_of(world.say(resize), messages.Refused)[0].text
+    world.run("c1")
+    effects = world.say(messages.Interrupt(RANKS, target="save"))
+    assert reason_of(effects) == "it was stopped while it was written"
+    assert messages_of(effects, messages.DropCheckpoint)
+    assert not messages_of(effects, messages.Interrupt)  # what the ranks run now goes on
+    world.finish("c1")
+    assert not messages_of(world.say(resize), messages.Refused)
+
+
+def test_a_stop_while_the_state_is_copied_goes_to_the_ranks(world: Saving) -> None:
+    world.save()
+    effects = world.say(messages.Interrupt(RANKS, target="save"))
+    assert messages_of(effects, messages.Interrupt)
+    assert not messages_of(effects, messages.CheckpointDiscarded)
+
+
+def test_a_stop_of_a_cell_or_of_what_runs_leaves_saves_as_they_are(world: Saving) -> None:
+    world.save()
+    world.finish("save")
+    world.run("c1")
+    for target in ("c1", None):
+        assert not messages_of(world.say(messages.Interrupt(RANKS, target=target)), messages.CheckpointDiscarded)
+    assert len(world.state.saves) == 1
+
+
+def test_a_save_whose_folder_is_renamed_is_not_given_up(world: Saving) -> None:
+    world.save()
+    world.finish("save")
+    world.all_written()
+    commit = world.metadata_written()
+    assert not messages_of(world.say(messages.Interrupt(RANKS, target="save")), messages.CheckpointDiscarded)
+    assert messages_of(world.commit(commit), messages.CheckpointCommitted)
+
+
 def test_a_folder_that_cannot_be_renamed_is_discarded_with_the_reason(world: Saving) -> None:
     world.save()
     world.all_written()

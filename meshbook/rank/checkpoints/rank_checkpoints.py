@@ -77,14 +77,16 @@ class RankCheckpoints:
     def save(self, command: messages.SaveCheckpoint) -> dict[str, Any]:
         """Plan a save with all ranks, copy this rank's part, and have it written.
 
-        Blocks until it is copied; before that, until the save before it is written here. Returns the bytes copied and
-        the seconds that it took, without that wait.
+        Blocks until it is copied; before that, until the save before it is written here, or given up. Returns
+        the bytes copied and the seconds that it took, without that wait.
 
         Raises:
             CheckpointError: it cannot be saved; all ranks raise it.
         """
         while self._last is not None and not self._last.written.wait(_POLL_S):
-            pass
+            if self._last.is_dropped:
+                self._buffers = StagingBuffers()  # its thread, which the disk may hold for ever, still reads the others
+                break
         started = perf_counter()
         folder = checkpoint_folders.saving_folder(command.path, command.call)
         save = self._saves[command.call] = _Save(command, self._generation(), folder)
