@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshbook.rank.checkpoints.fingerprints import device_digest, fingerprint_tensor
-from meshbook.rank.memory_digests import ROW_BYTES, ROW_WORDS, digest
+from meshbook.rank.state.memory_digests import ROW_BYTES, ROW_WORDS, digest
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, ROW_BYTES, 3 * ROW_BYTES + 7, 4100 * ROW_BYTES + 8])

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from meshbook.rank.previews.digests import digest_plain
-from meshbook.rank.state.memory_digests import CHUNK_ROWS, ROW_BYTES, ROW_WORDS, WEIGHTS, digest, hash_sums
+from meshbook.rank.state.memory_digests import ROW_BYTES, ROW_WORDS, WEIGHTS, digest, hash_sums
 
 # Rows that a GPU sums up at a time: 64 MiB, as large as each of the products that are in its memory then.
 _DEVICE_ROWS = 4096
@@ -48,16 +48,13 @@ def device_digest(flat: torch.Tensor) -> str:
         flat = flat.clone()  # words begin at a multiple of 8
     num_rows = flat.numel() // ROW_BYTES
     end = num_rows * ROW_BYTES
-    first, second = _device_weights(flat.device)
-    sums = []
+    weights, sums = _device_weights(flat.device), []
     for chunk in torch.split(flat[:end].view(torch.int64).reshape(num_rows, ROW_WORDS), _DEVICE_ROWS):
-        upper = (chunk >> 32) & 0xFFFF_FFFF  # the words have no sign
-        sums.append(torch.stack([(chunk * first).sum(1), (upper * second).sum(1)]))
-    found = torch.cat(sums, 1).cpu().numpy().view(numpy.uint64)
-    by_chunk = (each for at in range(0, num_rows, CHUNK_ROWS) for each in found[:, at : at + CHUNK_ROWS])
-    return hash_sums(flat.numel(), by_chunk, flat[end:].cpu().numpy()).hex()
+        mixed = chunk ^ ((chunk >> 32) & 0xFFFF_FFFF)  # the words have no sign
+        sums.append((mixed * weights).sum(1))
+    return hash_sums(flat.numel(), torch.cat(sums).cpu().numpy().view(numpy.uint64), flat[end:].cpu().numpy()).hex()
 
 
 @functools.cache
-def _device_weights(device: torch.device) -> list[torch.Tensor]:
-    return [torch.from_numpy(weights.view(numpy.int64)).to(device) for weights in WEIGHTS]
+def _device_weights(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(WEIGHTS.view(numpy.int64)).to(device)
