@@ -271,6 +271,12 @@ class Case:
             self.fault.do(self.scene)
         except BaseException as error:
             self._fault_error = error
+        if self.work.heals and self.fault.lost in ("victim", "host") and self._fault_error is None:
+            when(lambda: self._exits or self._is_work_over.is_set())
+            if self.draw.second is not None:
+                self._kill_second(*self.draw.second)
+                self._wait_for_second()
+            self.scene.end_work()
         if not self.fault.lost or self.fault.lost == "perhaps" or self._fault_error is not None:
             self.scene.end_work()
         if self.fault.takes == "memory" and not self._is_work_over.wait(STOP_AFTER_S):
@@ -280,7 +286,7 @@ class Case:
     def _note_exits(self, exited: tuple[Any, ...]) -> None:
         self._exit_times.append(time.monotonic())
         for one in exited:
-            self._exits[one.rank] = one
+            self._exits.setdefault(one.rank, one)
 
     def _note_end(self) -> None:
         if self.result.unblocked_s is None and self._done_at:
@@ -299,10 +305,11 @@ class Case:
         wanted = set(expected_lost) or (
             set(self._exits) & {self.draw.victim} if self.fault.lost == "perhaps" else set()
         )
-        if set(self.mesh.session.lost) != wanted:
-            raise WrongResult(f"ranks {sorted(wanted)} were to be lost, and {self.mesh.session.lost} are")
-        self.result.problems += checks.check_exit(self.draw, self._exits)
-        healed = self._heal() if wanted else []
+        lost = set(self._exits if self.work.heals else self.mesh.session.lost)
+        if not wanted <= lost or lost - wanted - ({self.draw.second[0]} if self.draw.second else set()):
+            raise WrongResult(f"ranks {sorted(wanted)} were to be lost, and {sorted(lost)} are")
+        self.result.problems += checks.check_exit(self.draw, {rank: self._exits[rank] for rank in wanted})
+        healed = self.scene.heals if self.work.heals else self._heal() if wanted else []
         self.result.problems += checks.check_state(self.mesh, self.scene.seed, healed)
         self._verify()
         if self.draw.resizes:

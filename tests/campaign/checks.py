@@ -63,6 +63,8 @@ def check_blame(draw: Draw, error: BaseException | None, lost: Collection[int]) 
 
 def _check_loss(fault: Fault, draw: Draw, error: BaseException | None, lost: tuple[int, ...]) -> str:
     if error is None:
+        if WORKS[draw.work].heals and fault.lost != "mesh":
+            return ""
         return f"ranks {lost} have ended, and the work came to its end"
     if fault.lost == "mesh":
         right = isinstance(error, NotAttached | SupervisionError) or (

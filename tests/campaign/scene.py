@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from meshbook.controller.healed import Healed
 from meshbook.controller.mesh import Mesh
 from tests.campaign.surroundings import Surroundings
 from tests.random_faults.harness import TookTooLong, WrongResult
@@ -30,6 +31,7 @@ class Scene:
         rng: of the fault's own choices; only its thread draws from it.
         folder: of the files by which ranks and campaign speak.
         committed: of a work that saves, the number of its last checkpoint that was committed.
+        heals: of a work that heals the mesh by itself, what came of each.
         ended_well: set when a work that goes on after a fault was not cut off by one.
         over: set when the fault is done and whatever runs is to end by itself.
     """
@@ -42,6 +44,7 @@ class Scene:
     surroundings: Surroundings
     folder: Path
     committed: int = -1
+    heals: list[Healed] = field(default_factory=list)
     ended_well: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 

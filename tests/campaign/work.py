@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 import meshbook
+from meshbook.controller.healed import Healed
 from meshbook.errors import CheckpointError, MeshbookError, RankLost
 from meshbook.wire import checkpoint_folders
 from tests.campaign import arithmetic, on_ranks
@@ -41,6 +43,7 @@ class Work:
         needs: what a fault can take from it.
         cell: its source as a cell, if it is one; a kernel can run it.
         check_end: checks what a run as a cell has come to, by rank.
+        heals: it heals the mesh by itself, and goes on; the scene has what came of it.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Work:
     needs: frozenset[str] = frozenset()
     cell: Callable[[Scene], str] | None = None
     check_end: Callable[[Scene, dict[int, Any]], None] | None = None
+    heals: bool = False
 
 
 def run_cell(scene: Scene, source: str) -> dict[int, Any]:
@@ -182,6 +186,46 @@ def _run_tensors(scene: Scene, is_over: Callable[[int], bool]) -> None:
                 raise WrongResult(f"turn {turn}: the remote tensor is {found.tolist()}, and must be {plain.tolist()}")
             scene.begin_all()
         turn += 1
+
+
+# ---- a loop on remote tensors that heals the mesh by itself
+
+
+def _resilient(scene: Scene) -> None:
+    _run_resilient(scene, lambda turn: scene.over.is_set() and not scene.mesh.session.lost)
+
+
+def _verify_resilient(scene: Scene) -> None:
+    _run_resilient(scene, lambda turn: turn == VERIFIED_TURNS)
+
+
+def _run_resilient(scene: Scene, is_over: Callable[[int], bool]) -> None:
+    plain = [torch.arange(4.0 * scene.world_size).double() + scene.seed % 997]  # by turn
+    there, turns = meshbook.distribute(plain[0], scene.mesh, sharding_spec=["dp"]), list[int]()
+    heal = scene.mesh.heal
+
+    def heal_and_note() -> Healed:
+        healed = heal()
+        scene.heals.append(healed)
+        return healed
+
+    with (
+        mock.patch.object(scene.mesh, "heal", heal_and_note),
+        scene.mesh.resilient(there, turns, every=_EVERY, restart=True) as run,
+    ):
+        for turn in run.steps(range(1 << 20)):
+            with run.step():
+                there.copy_((there * 3 + turn) % 997)
+                turns.append(turn)
+                if len(plain) == turn + 1:
+                    plain.append((plain[turn] * 3 + turn) % 997)
+                if turn % 3 == 0:
+                    found = there.full_tensor()
+                    if turns != list(range(turn + 1)) or not torch.equal(found, plain[turn + 1]):
+                        raise WrongResult(f"turn {turn} of {turns}: {found}, and must be {plain[turn + 1]}")
+                    scene.begin_all()
+            if is_over(turn):
+                break
 
 
 # ---- actors
@@ -358,6 +402,7 @@ WORKS = {
         _cell_work("collectives", _collectives_cell, _check_collectives, _verify_collectives, "connections"),
         _cell_work("ddp", _ddp_cell, _check_ddp, _verify_ddp, "connections"),
         Work("tensors", _tensors, _verify_tensors, frozenset({"memory", "connections"})),
+        Work("resilient", _resilient, _verify_resilient, frozenset({"memory", "connections"}), heals=True),
         Work("actors", _actors, _verify_actors, frozenset({"memory"})),
         _cell_work("checkpoints", _checkpoints_cell, _check_checkpoints, _verify_checkpoints, "connections", "disk"),
         Work("elastic", _elastic, _verify_elastic, frozenset({"memory", "connections"})),
