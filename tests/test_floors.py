@@ -100,6 +100,7 @@ CONFINED = {
     "marimo": {"marimo.executor": "runs its cells"},
     "monarch": {"engines": "an engine"},
     "ray": {"engines.ray_main": "the process that speaks to Ray"},
+    "transformers": {"rank.tensors.pretrained": "reads models from folders"},
 }
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.

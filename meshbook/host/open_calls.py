@@ -58,6 +58,10 @@ class PendingCall:
         return ""
 
 
+# Commands that no rank can complete if one fails.
+_TOGETHER = (messages.FormGroups, messages.ShareState, messages.MoveShards)
+
+
 @dataclass
 class OrphanOutput:
     """Output that belongs to no open call, until it has been flushed."""
@@ -158,7 +162,7 @@ class OpenCalls:
         if done == pending.num_reported_done or self._calls.get(pending.call) is not pending:
             return []
         pending.num_reported_done = done
-        failure = pending.first_failure() if isinstance(pending.command, messages.FormGroups) else ""
+        failure = pending.first_failure() if isinstance(pending.command, _TOGETHER) else ""
         ranks = tuple(sorted(pending.outcomes))
         return [SendReport(messages.CallProgressed(pending.call, ranks, failure))]  # type: ignore[arg-type]
 

@@ -27,6 +27,10 @@ Parts = tuple[OutcomeGroup, ...]
 Continuation = Callable[["ActiveCall", Parts, float], list[Effect]]
 
 
+# Errors of ranks that waited for another one, which has failed.
+_OF_WAITING = ("DistStoreError", "GroupBroken")
+
+
 @dataclass
 class ActiveCall:
     """A command that ranks work on."""
@@ -56,7 +60,8 @@ class ActiveCall:
     stopping_ranks: set[int] = field(default_factory=set)  # ranks that were sent a Stop of it
     is_stopped: bool = False  # all ranks that still ran it were sent a Stop, which ends it on each
     is_holding: bool = False  # ranks hold back the collectives that follow it
-    failure: str = ""  # of process groups: the first rank that could not form them, and why
+    needs_all: bool = False  # no rank can complete it if one fails: then the others give up
+    failure: str = ""  # of such a call: the first rank that failed, and why
 
     @property
     def is_sent(self) -> bool:
@@ -136,6 +141,7 @@ class CallTable:
         client: str = "",
         label: str = "",
         is_main_thread: bool = True,
+        needs_all: bool = False,
         folding: messages.Folding = "numbers",
     ) -> ActiveCall:
         """Open a call; `on_end` is called when it has ended on every rank, or is abandoned."""
@@ -149,7 +155,7 @@ class CallTable:
             )
         output = CallOutputStream(call_id, client, merger, self._monitoring.call_printed)
         call = self._calls[call_id] = ActiveCall(
-            CallId(call_id), client, label, ranks, now, is_main_thread, set(hosts), output, on_end
+            CallId(call_id), client, label, ranks, now, is_main_thread, set(hosts), output, on_end, needs_all=needs_all
         )
         return call
 
@@ -279,3 +285,15 @@ class CallTable:
                 info = msgspec.structs.replace(info, state="idle", call=None, cell=None, line=None)
             found.append(info)
         return tuple(found)
+
+
+def first_failure(parts: Parts) -> str:
+    """Return how the first rank failed; "" if none did. Ranks that waited for another one in vain come last."""
+    failures = [part for part in parts if part.outcome.status != "ok"]
+    if not failures:
+        return ""
+    waited = [part.outcome.error is not None and part.outcome.error.ename in _OF_WAITING for part in failures]
+    failed = failures[waited.index(False) if False in waited else 0]
+    error = failed.outcome.error
+    what = f"{error.ename}: {error.evalue}" if error is not None else failed.outcome.status
+    return f"{name_ranks(failed.ranks)}: {what}"

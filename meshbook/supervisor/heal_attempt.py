@@ -6,13 +6,10 @@ import math
 
 import msgspec
 
-from meshbook.ids import Ranks, name_ranks
+from meshbook.ids import Ranks
 from meshbook.supervisor.call_table import Parts
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
-
-# Errors of ranks that waited for another one, which has failed.
-_OF_WAITING = ("DistStoreError", "GroupBroken")
 
 
 class HealAttempt:
@@ -112,15 +109,3 @@ class HealAttempt:
             checkpoint_age_s=age_s,
             resized=resized,
         )
-
-
-def first_failure(parts: Parts) -> str:
-    """Return how the first rank failed; "" if none did. Ranks that waited for another one in vain come last."""
-    failures = [part for part in parts if part.outcome.status != "ok"]
-    if not failures:
-        return ""
-    waited = [part.outcome.error is not None and part.outcome.error.ename in _OF_WAITING for part in failures]
-    failed = failures[waited.index(False) if False in waited else 0]
-    error = failed.outcome.error
-    what = f"{error.ename}: {error.evalue}" if error is not None else failed.outcome.status
-    return f"{name_ranks(failed.ranks)}: {what}"

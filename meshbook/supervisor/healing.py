@@ -15,12 +15,12 @@ import msgspec
 
 from meshbook.fold.heal_advice import advice_without
 from meshbook.ids import CallId, Ranks, name_ranks
-from meshbook.supervisor.call_table import ActiveCall, Parts
+from meshbook.supervisor.call_table import ActiveCall, Parts, first_failure
 from meshbook.supervisor.cell_sources import cells_to_replay, rank_dependent_names
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer, StartHosts
 from meshbook.supervisor.group_state import GroupState
-from meshbook.supervisor.heal_attempt import HealAttempt, first_failure
+from meshbook.supervisor.heal_attempt import HealAttempt
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.rank_table import RankTable
@@ -235,7 +235,7 @@ class Healing:
             names_only=attempt.is_copy,
             with_shards=not self.has_unmoved,
         )
-        return self._scheduler.run_own_call(share, now, self._shared, "sharing state")
+        return self._scheduler.run_own_call(share, now, self._shared, "sharing state", needs_all=True)
 
     def _shared(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         attempt = self._attempt
@@ -253,7 +253,8 @@ class Healing:
         self.has_unmoved &= len(attempt.new_ranks) < len(self._ranks)  # else nobody is left that holds any
         if not self.has_unmoved or self._groups.status != "ready":
             return self._finish(now)
-        return self._scheduler.run_own_call(self._move_shards("move"), now, self._moved, "moving shards")
+        move = self._move_shards("move")
+        return self._scheduler.run_own_call(move, now, self._moved, "moving shards", needs_all=True)
 
     def _move_shards(self, step: Literal["move", "commit"]) -> messages.MoveShards:
         attempt = self._attempt

@@ -214,7 +214,7 @@ class Resizing:
             dict(attempt.command.axes),
             attempt.world_size,
         )
-        effects = self._scheduler.run_own_call(give, now, self._given, "moving shards")
+        effects = self._scheduler.run_own_call(give, now, self._given, "moving shards", needs_all=True)
         if attempt.give_until < math.inf:
             effects.append(SetTimer(f"abandon {give.call}", max(0.0, attempt.give_until - now)))
         return effects

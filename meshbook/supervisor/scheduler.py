@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from meshbook.ids import Ranks, client_of_call
-from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
+from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts, first_failure
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.group_state import GroupState
@@ -164,7 +164,7 @@ class CallScheduler:
     def form_groups(self, now: float, on_end: Continuation) -> list[Effect]:
         """Have all ranks form the next generation of the process groups."""
         command = self._groups.begin_forming(self._ranks.all)
-        self._calls.open(command.call, command.ranks, now, on_end, label="forming process groups")
+        self._calls.open(command.call, command.ranks, now, on_end, label="forming process groups", needs_all=True)
         return [SendToHosts(self._ranks.hosts, command)]
 
     def _abort_collectives(self, ranks: Ranks, reason: str) -> SendToHosts:
@@ -181,11 +181,13 @@ class CallScheduler:
         """Whether ranks' positions are being compared after a call that did not end well."""
         return self._positions.is_comparing
 
-    def run_own_call(
-        self, command: Any, now: float, on_end: Continuation, label: str, *, is_main_thread: bool = True
-    ) -> list[Effect]:
-        """Send a command of the supervisor's own to ranks' main threads, or to their service threads."""
-        self._calls.open(command.call, command.ranks, now, on_end, label=label, is_main_thread=is_main_thread)
+    def run_own_call(self, command: Any, now: float, on_end: Continuation, label: str, **options: bool) -> list[Effect]:
+        """Send a command of the supervisor's own to ranks' main threads, or to their service threads.
+
+        Args:
+            options: `is_main_thread` and `needs_all` of the call.
+        """
+        self._calls.open(command.call, command.ranks, now, on_end, label=label, **options)  # type: ignore[arg-type]
         return [self._ranks.send(command.ranks, command)]
 
     def _reform_groups(self, now: float) -> list[Effect]:
@@ -216,19 +218,24 @@ class CallScheduler:
         if call is None:
             return []
         call.done_ranks.update(report.done)
-        if report.failure and not call.failure:
-            call.failure = report.failure
-            # The other ranks would wait for it until they time out.
-            if remaining := call.remaining_ranks():
-                reason = f"groups were not formed: {report.failure}"
-                return [self._abort_collectives(remaining, reason)]
+        if report.failure and call.needs_all and not call.failure:
+            return self._give_up(call, report.failure)
         return [*(self.send_deferred(now) if call.stopping_ranks else []), *self.query_left(call.id, now)]
 
     def part_received(self, host: int, report: messages.CallFinished, now: float) -> list[Effect]:
         """Record that a host has finished a call; conclude the call with the last of them."""
         self._ranks.call_ended(report.outcomes)
         effects = self._calls.part_received(host, report, now)
+        call = self._calls.get(report.call)
+        if call is not None and call.needs_all and not call.failure and (failure := first_failure(report.outcomes)):
+            effects += self._give_up(call, failure)
         return [*effects, *self.query_left(report.call, now)]
+
+    def _give_up(self, call: ActiveCall, failure: str) -> list[Effect]:
+        """Have the ranks that still run a call which another has failed in give it up: they would wait for that one."""
+        call.failure = failure
+        remaining = call.remaining_ranks()
+        return [self._abort_collectives(remaining, f"{call.label} failed on {failure}")] if remaining else []
 
     def query_left(self, call_id: str, now: float) -> list[Effect]:
         """Find out which ranks have left a call that still runs on others, unless the user switched that off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import UsageError
+from meshbook.rank.tensors.pretrained import Pretrained
 from meshbook.tensors import creation, modules
 from meshbook.tensors.modules import RemoteModule
 from meshbook.tensors.remote import RemoteTensor
@@ -23,7 +25,7 @@ def distribute(
 
 @overload
 def distribute(
-    thing: nn.Module | Callable[[], nn.Module],
+    thing: nn.Module | Callable[[], nn.Module] | str | os.PathLike[str],
     mesh: Mesh,
     *,
     strategy: Any = "fsdp",
@@ -31,6 +33,7 @@ def distribute(
     axis: str | None = None,
     sample: Any = None,
     memory: int | None = None,
+    dtype: torch.dtype | None = None,
     **strategy_options: Any,
 ) -> RemoteModule: ...
 
@@ -46,12 +49,16 @@ def distribute(
     axis: str | None = None,
     sample: Any = None,
     memory: int | None = None,
+    dtype: torch.dtype | None = None,
     **strategy_options: Any,
 ) -> Any:
     """Bring a tensor to a mesh, or build a module there.
 
+        model = meshbook.distribute("path/of/a/model", mesh, strategy="fsdp")  # of Hugging Face
+
     A tensor is copied into shared memory once; this does not wait. A module, or a function that makes one, is built on
-    the ranks by a strategy; this waits until it is built.
+    the ranks by a strategy; this waits until it is built. Of a Hugging Face model in a folder, or on the hub, each rank
+    reads the parts that it will have.
 
     Args:
         placements: of a tensor: torch's, one per axis of the mesh; default: replicated on every rank.
@@ -63,6 +70,7 @@ def distribute(
         sample: of a module: a batch as it will be called with (a tuple: its arguments; a dict: those by keyword). What
             plans would cost is then in `model.plan`.
         memory: of a module, with a sample: bytes that a rank may use; None: what is free.
+        dtype: of a model in a folder: its parameters are converted to it; None: as they were saved.
         strategy_options: of a module: options of DistributedDataParallel (`find_unused_parameters=True`) or fully_shard
             (`reshard_after_forward=False`).
 
@@ -82,6 +90,10 @@ def distribute(
                 "placements or sharding_spec"
             )
         return creation.distribute(thing, mesh, placements, sharding_spec=sharding_spec)
+    if isinstance(thing, (str, os.PathLike)):
+        thing = Pretrained(os.path.abspath(thing) if os.path.exists(thing) else os.fspath(thing), dtype)
+    elif dtype is not None:
+        raise UsageError("dtype= is for models that are read from a folder; a module has its own")
     if not isinstance(thing, nn.Module) and not callable(thing):
         raise UsageError(
             f"a {type(thing).__name__} cannot be distributed; give a tensor (torch.as_tensor(x)), a module, or a "

@@ -17,6 +17,7 @@ from meshbook.errors import PlacementError, UsageError
 from meshbook.ids import Ranks
 from meshbook.rank.tensors import modes, modules
 from meshbook.rank.tensors.operators import FLOAT, TENSOR
+from meshbook.rank.tensors.results import ObjectThere, leaves_of
 from meshbook.tensors import dispatch
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.creation import to_remote_tensor
@@ -55,6 +56,7 @@ class _ForwardSpec:
 
     def __init__(self, descriptions: Sequence[Mapping[str, Any]], engine: TensorEngine) -> None:
         first = descriptions[0]
+        leaves_of(first["result"])  # its dataclasses become nodes here too
         self.specs = [_spec_from_meta(engine, *tensor) for tensor in first["tensors"]]
         self.output_tree, self.is_differentiable = first["result"], first["differentiable"]
         self.uses_rng: bool = any(rank["draws"] for rank in descriptions)
@@ -62,11 +64,38 @@ class _ForwardSpec:
 
     def build_result(self, tensors: Iterable[Any]) -> Any:
         remaining = iter(tensors)
-        return pytree.tree_map(lambda leaf: next(remaining) if leaf is TENSOR else leaf, self.output_tree)
+
+        def to_result(leaf: Any) -> Any:
+            if isinstance(leaf, ObjectThere):
+                return RemoteObject(next(remaining), leaf.type_name)
+            return next(remaining) if leaf is TENSOR else leaf
+
+        return pytree.tree_map(to_result, self.output_tree)
+
+
+class RemoteObject:
+    """An object that a module on the ranks gave and that stays there, such as a cache of keys and values.
+
+    It can be given to the module again: `model(ids, past_key_values=out.past_key_values)`. Every rank has its own.
+    """
+
+    def __init__(self, token: Any, type_name: str) -> None:
+        self._token, self._type_name = token, type_name
+
+    def __repr__(self) -> str:
+        return f"RemoteObject({self._type_name} on the ranks)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"this {self._type_name} stays on the ranks, where the module that gave it can use it, and {name!r} of it "
+            "cannot be had here"
+        )
 
 
 def _spec_from_meta(engine: TensorEngine, shape: Any, stride: Any, dtype: str, placements: Any) -> TensorSpec:
-    return engine.specs.intern(shape, getattr(torch, dtype), tuple(placements), stride)
+    return engine.specs.intern(shape, getattr(torch, dtype), placements, stride)
 
 
 class ModuleClient:
@@ -132,6 +161,9 @@ class ModuleClient:
 
         def to_placeholder(leaf: Any) -> Any:
             """Return the placeholder of a leaf in the template; floats travel with the operation, as always."""
+            if isinstance(leaf, RemoteObject):
+                tensors.append(self._token_of(leaf))
+                return TENSOR
             leaf = to_remote_tensor(leaf)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(self._to_module_input(leaf))
@@ -145,6 +177,7 @@ class ModuleClient:
         self.engine.sender.check_open()
         if self.engine.faults.is_alert:
             self.engine.faults.check_ids([tensor._handle.id for tensor in self.tensors])
+        leaves_of((args, kwargs))  # dataclasses become nodes
         call_template = pytree.tree_map(to_placeholder, (args, kwargs))
         leaves, shape = pytree.tree_flatten(call_template)
         trainable_indices = self.trainable_indices() if torch.is_grad_enabled() else ()
@@ -156,11 +189,9 @@ class ModuleClient:
         forward_spec = self._forward_specs.get(spec_key)
         first_forward_id = None
         if forward_spec is None:
-            tensors_left, floats_left = iter(tensors), iter(floats)
+            tensors_left, floats_left = map(_without_history, tensors), iter(floats)
             call_args = pytree.tree_map(
-                lambda leaf: (
-                    next(tensors_left).detach() if leaf is TENSOR else next(floats_left) if leaf is FLOAT else leaf
-                ),
+                lambda leaf: next(tensors_left) if leaf is TENSOR else next(floats_left) if leaf is FLOAT else leaf,
                 call_template,
             )
             inputs_with_grad = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad) if grad else None
@@ -181,6 +212,24 @@ class ModuleClient:
             return forward_spec.build_result(call.run(tensors, None)[0])
         parameters = [self.tensors[index] for index in trainable_indices]
         return forward_spec.build_result(_RemoteForward.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
+
+    def generate(self, args: Any, kwargs: Any) -> Any:
+        """See `RemoteModule.generate`."""
+        self.engine.sender.check_open()
+
+        def to_input(leaf: Any) -> Any:
+            leaf = to_remote_tensor(leaf)
+            return self._to_module_input(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(to_input, (args, kwargs))
+        call_args = (modes.non_default_modes(), self.key, torch.get_rng_state(), args, kwargs)
+        found, rng_state_after = call_on_ranks(self.engine, modules.module_generate, *call_args)[0]
+        torch.set_rng_state(rng_state_after)
+        return found
+
+    def save_pretrained(self, folder: str, options: dict[str, Any]) -> None:
+        """See `RemoteModule.save_pretrained`."""
+        call_on_ranks(self.engine, modules.module_save_pretrained, self.key, folder, options)
 
     def _run_first_forward(
         self,
@@ -214,6 +263,11 @@ class ModuleClient:
             sorted({*self.mutated_buffers, *(index for rank in descriptions for index in rank["changed"])})
         )
         return forward_spec
+
+    def _token_of(self, given: RemoteObject) -> Any:
+        if given._token._spec.engine is not self.engine:
+            raise UsageError(f"this {given._type_name} lies on another mesh than the module")
+        return given._token
 
     def _to_module_input(self, tensor: Any) -> Any:
         """Return an input as a tensor of this mesh; local ones are replicated on every rank."""
@@ -352,6 +406,11 @@ class _OnceDifferentiable(torch.autograd.Function):
             "gradients of gradients through a module that was built on the ranks (meshbook.distribute): its graph is "
             "there. meshbook.module_to_mesh(module, mesh) has them"
         )
+
+
+def _without_history(tensor: Any) -> Any:
+    """Return a tensor without autograd's history; the token of an object has none, and must stay what it is."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -303,9 +304,35 @@ class RemoteModule(nn.Module):
                 submodule._parameters[last] = client.tensors[index]
             else:
                 submodule._buffers[last] = client.tensors[index]
+        self.train(description["training"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._client.forward(self.training, args, kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Have a Hugging Face model generate, with its own `generate` and a cache on the ranks. Blocks.
+
+        In eval mode and without gradients. Every rank computes all rows, and the tokens are those of one process.
+
+        Returns:
+            What the model's `generate` returns, with tensors on the CPU here.
+
+        Raises:
+            CellError: it failed on the ranks.
+        """
+        return self._client.generate(args, kwargs)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Save a Hugging Face model as a folder that plain transformers reads. Blocks. The first rank writes.
+
+        Args:
+            folder: on the first rank's machine.
+            options: of the model's own `save_pretrained`, such as `max_shard_size`.
+
+        Raises:
+            CellError: it failed on the ranks, or the module has no `save_pretrained`.
+        """
+        self._client.save_pretrained(os.path.abspath(folder), options)
 
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
         """Return names and tensors, as RemoteTensors.

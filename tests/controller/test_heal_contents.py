@@ -92,6 +92,23 @@ def test_a_step_whose_gradients_an_earlier_cell_has_computed_is_the_same_on_all_
         assert values(mesh, state) == values(calm, state)
 
 
+def test_a_model_with_buffers_that_was_evaluated_before_a_loss_trains_on(pair: Mesh) -> None:
+    pair.run(
+        "torch.manual_seed(0)\n"
+        "layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
+        "model = torch.nn.parallel.DistributedDataParallel(layers)",
+        setup=True,
+        echo=False,
+    )
+    pair.run("with torch.no_grad(): model(torch.ones(2, 4))", echo=False)
+    kill(pair, 1)
+    pair.heal()
+    step = "model(torch.arange(8.0).reshape(2, 4) + rank).square().sum().backward()"
+    pair.run(step, echo=False, timeout=WAIT_S)
+    first, second = values(pair, "[p.grad.tolist() for p in model.parameters()]").values()
+    assert first == second
+
+
 @pytest.mark.thorough
 def test_ddp_steps_are_right_after_a_second_loss_without_a_step_since_the_first(trio: Mesh) -> None:
     trio.run(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -491,3 +493,39 @@ def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:
     assert building._build_on_meta(Filled) is None
     assert building._build_on_meta(Kept) is None
     assert building._build_on_meta(gpt.GPT) is not None
+
+
+@dataclasses.dataclass
+class Scored:
+    score: torch.Tensor
+    kind: str
+    memory: Any
+
+
+class Remembering(nn.Module):
+    """Gives a dataclass, a dtype, and an object of its own, which it takes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, memory: Any = None) -> Any:
+        sums = SimpleNamespace(total=self.fc(inputs).sum() + (0 if memory is None else memory.total))
+        return {"scored": Scored(self.fc(inputs), "linear", sums), "total": sums.total, "dtype": inputs.dtype}
+
+
+def test_dataclasses_and_values_come_back_and_objects_stay_on_the_ranks(mesh2: Mesh) -> None:
+    torch.manual_seed(0)
+    plain = Remembering()
+    module = meshbook.distribute(plain, mesh2, strategy="ddp")
+    inputs = torch.randn(2, 4)
+    first = module(inputs)
+    second = module(inputs, memory=first["scored"].memory)
+    assert isinstance(first["scored"], Scored)
+    assert (first["scored"].kind, first["dtype"]) == ("linear", torch.float32)
+    expected = plain(inputs, memory=plain(inputs)["scored"].memory)
+    torch.testing.assert_close(second["total"].full_tensor().detach(), expected["total"].detach())
+    torch.testing.assert_close(second["scored"].score.full_tensor().detach(), expected["scored"].score.detach())
+    second["scored"].score.sum().backward()
+    assert module.fc.weight.grad is not None
+    assert repr(first["scored"].memory) == "RemoteObject(SimpleNamespace on the ranks)"

@@ -137,6 +137,8 @@ def _is_fsdp_mid_step(model: Any) -> bool:
 
 
 def _reset_ddp(model: Any) -> None:
+    # A forward without gradients clears it, and a new process, which has made none, would send buffers alone.
+    model.require_forward_param_sync = True
     if gradient_buckets.needs_new_reducer(model):
         gradient_buckets.replace_reducer(model)
         return

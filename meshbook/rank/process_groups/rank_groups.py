@@ -302,6 +302,9 @@ class RankGroups:
                 if watched is None:
                     return
                 call, departed = watched
+                if groups.solo.is_active:  # what this rank runs then waits for nobody
+                    pause.wait(_LEFT_POLL_S)
+                    continue
                 generation = groups.generation
                 error = departures.find_doomed_wait(
                     self.ring.running(),

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.tensors import feeding
 from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
+from meshbook.rank.tensors.pretrained import Pretrained, forward_without_cache
 from meshbook.rank.tensors.strategies import NAMES, Plan
 from meshbook.rank.tensors.tensor_parallel import TensorCut, apply_cut, find_cut, other_dim
 
@@ -112,6 +113,8 @@ def build(
     previous_rng_state = torch.get_rng_state()
     torch.set_rng_state(rng_state)
     try:
+        if isinstance(source, Pretrained):
+            return _build_pretrained(source, strategy, dtype, mesh, device, options)
         is_sharded = isinstance(strategy, Plan) and strategy.fsdp is not None
         meta_module = _build_on_meta(source) if is_sharded and not isinstance(source, nn.Module) else None
         if meta_module is not None:
@@ -125,6 +128,28 @@ def build(
         return Built(module, torch.get_rng_state(), cut, checks)
     finally:
         torch.set_rng_state(previous_rng_state)
+
+
+def _build_pretrained(
+    source: Pretrained,
+    strategy: Strategy,
+    dtype: torch.dtype | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> Built:
+    """Build a model that is read from files: where a plan cuts it, each rank reads its parts."""
+
+    def apply(module: nn.Module) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
+        return apply_strategy(module, strategy, mesh, dtype, device, options)
+
+    if isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.tp is not None):
+        applied: list[Any] = []
+        module = source.load(device, lambda module: applied.append(apply(module)))
+        _, cut, checks = applied[0]
+    else:
+        module, cut, checks = apply(source.load(device, None))
+    return Built(module, torch.get_rng_state(), cut, checks)
 
 
 def _build_whole(source: Source) -> nn.Module:
@@ -176,6 +201,7 @@ def apply_strategy(
             )
         for block in blocks[interval - 1 :: interval]:
             checkpoint(block)
+        forward_without_cache(module)
     if strategy.fsdp is not None:
         axes = strategy.batch_axes
         return _apply_fsdp(module, mesh[axes if len(axes) > 1 else axes[0]], dtype, device, options), cut, checks
@@ -200,7 +226,7 @@ def _check_second_dims(module: nn.Module, size: int, axis: str) -> None:
 def _copy_to_device(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) and not tensor.is_meta:
                 tensor.data = tensor.data.to(device, copy=True)
 
 

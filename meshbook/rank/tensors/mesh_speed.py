@@ -88,7 +88,7 @@ def _measure(mesh: Any) -> MeshSpeed:
     update = _seconds(lambda: numbers.add_(1.0), device)
     flops_per_s, bytes_per_s = 2 * _MATRIX**3 / product, 2 * _COPIED_BYTES / update
     return MeshSpeed(
-        collectives, cut_layer_s, sharded_unit_s, flops_per_s, bytes_per_s, device.type, _free_bytes(device)
+        collectives, cut_layer_s, sharded_unit_s, flops_per_s, bytes_per_s, device.type, free_bytes(device)
     )
 
 
@@ -127,7 +127,7 @@ def _seconds(function: Callable[[], Any], device: torch.device) -> float:
     return min(times[1:])  # the first one sets up connections and buffers
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info()[0])
     else:

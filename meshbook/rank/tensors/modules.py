@@ -24,12 +24,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import building, dtensor_patches
+from meshbook.rank.tensors import building, dtensor_patches, pretrained
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.cut_checks import run_with_first_call
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
+from meshbook.rank.tensors.results import ObjectThere, leaves_of, make_token, object_of, stays
 
 
 def module_tensors(key: str) -> list[torch.Tensor]:
@@ -143,6 +144,35 @@ def module_first(
     }
 
 
+def module_generate(
+    modes: torch_modes.Modes, key: str, rng_state: torch.Tensor, args: Any, kwargs: Any
+) -> tuple[Any, torch.Tensor] | None:
+    """Have the module generate from these inputs, which are whole on every rank.
+
+    Args:
+        rng_state: of the controller's generator.
+
+    Returns:
+        On the first rank what the module gave, and the state of the generator afterwards.
+    """
+    resident = find_resident(key)
+    inputs = _own_inputs(resident, (), args, kwargs)
+    if inputs.is_sharded:
+        raise ValueError("generate takes whole inputs, not rows that are cut over the ranks: x.full_tensor()")
+    with (
+        torch_modes.apply_modes(modes),
+        resident.clean_up_on_error(),
+        _forward_context(resident, resident.autocast_dtype, None, inputs),
+    ):
+        found = pretrained.generate(building.inner_module(resident.module), rng_state, inputs.args, inputs.kwargs)
+    return found if torch.distributed.get_rank() == 0 else None
+
+
+def module_save_pretrained(key: str, folder: str, options: dict[str, Any]) -> None:
+    """Save the module as plain transformers reads it."""
+    pretrained.save(building.inner_module(find_resident(key).module), folder, options)
+
+
 def module_first_result(key: str, number: float) -> list[Any]:
     """Return and clear the outputs of `module_first`."""
     resident = find_resident(key)
@@ -194,11 +224,12 @@ def _forward(
         resident.check_buffers()
         if training:
             resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
-    outputs = _output_tensors(resident, result)
+    leaves = leaves_of(result)
+    outputs = _output_tensors(resident, leaves)
     results, output_placements = _wrap_outputs(resident, outputs, inputs.is_sharded)
     description = {
-        "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
-        "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
+        "result": pytree.tree_map(_placeholder_of, result),
+        "differentiable": [_is_differentiable(output) for output in outputs],
         "draws": uses_rng,
     }
     if inputs_with_grad is None:
@@ -222,9 +253,11 @@ def _own_inputs(resident: ResidentModule, with_grad: Sequence[int], args: Any, k
     numbers = itertools.count()
 
     def to_own_input(leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
+        if not isinstance(leaf, torch.Tensor):
             return leaf
         number = next(numbers)
+        if not isinstance(leaf, DTensor):
+            return object_of(leaf)
         if resident.runs_locally:
             inputs.is_sharded = inputs.is_sharded or resident.is_cut_into_rows(leaf.placements)
             own_input, placements = _local_rows(resident, leaf, number)
@@ -259,22 +292,30 @@ def _rng_states() -> list[torch.Tensor]:
     return [source.get_state() for source in dtensor_patches.generators()]
 
 
-def _output_tensors(resident: ResidentModule, result: Any) -> list[Any]:
-    """Return the tensors among what forward returned.
+def _placeholder_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TENSOR
+    return ObjectThere(type(leaf).__name__) if stays(leaf) else leaf
 
-    Raises:
-        TypeError: it contains an object in which tensors cannot be found.
-    """
-    flat = pytree.tree_leaves(result)
-    if unsupported := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
-        raise TypeError(
-            f"the module's forward gave a {type(unsupported[0]).__name__}, in which Meshbook cannot find the tensors; "
-            "return tensors, or tuples, lists and dicts of them"
-        )
-    outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+def _output_tensors(resident: ResidentModule, leaves: Sequence[Any]) -> list[Any]:
+    """Return the tensors among what forward returned, and tokens of objects that stay here."""
+    outputs: list[Any] = [
+        make_token(leaf, resident.mesh.device_type) if stays(leaf) else leaf
+        for leaf in leaves
+        if stays(leaf) or isinstance(leaf, torch.Tensor)
+    ]
     if resident.runs_locally:  # DTensors of a submesh
         outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
     return outputs
+
+
+def _is_differentiable(output: torch.Tensor) -> bool:
+    return not _is_token(output) and (output.is_floating_point() or output.is_complex())
+
+
+def _is_token(output: torch.Tensor) -> bool:
+    return hasattr(output, "_meshbook_object")
 
 
 def _wrap_outputs(
@@ -284,6 +325,10 @@ def _wrap_outputs(
     results: list[Any] = []
     output_placements: list[list[Placement] | None] = []
     for output in outputs:
+        if _is_token(output):
+            results.append(output)
+            output_placements.append(None)
+            continue
         if isinstance(output, DTensor):
             results.append(output.detach())
             output_placements.append(None)

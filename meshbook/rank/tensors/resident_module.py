@@ -149,6 +149,7 @@ class ResidentModule:
         return {
             "names": self.names,
             "trained": self.trainable_indices,
+            "training": building.inner_module(self.module).training,
             "tensors": [tensor_meta(tensor) for tensor in dtensors],
             "local": self.runs_locally,
             "text": repr_of(self.module),
@@ -279,6 +280,7 @@ def find_resident(key: str) -> ResidentModule:
 
 
 def tensor_meta(tensor: Any) -> tuple[Any, ...]:
-    """Return what the controller plans with: shape, stride, dtype, placements."""
+    """Return what the controller plans with: shape, stride, dtype, placements; None: of an object token."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
+    placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+    return tuple(tensor.shape), tuple(tensor.stride()), dtype, placements

@@ -151,7 +151,7 @@ class CallProgressed(Message):
 
     call: CallId
     done: Ranks
-    failure: str = ""  # while process groups are formed: which rank failed, and why
+    failure: str = ""  # of what ranks do together (forming groups, sharing state): which rank failed, and why
 
 
 class Pong(Message):

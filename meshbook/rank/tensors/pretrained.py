@@ -1,0 +1,215 @@
+"""Models of Hugging Face on a rank: read from a folder into the parts that this rank has, `generate`, and saved again.
+
+transformers reads the files itself: into a model on the meta device whose parameters a strategy has cut already, it
+reads what this rank has of each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from meshbook.errors import MeshbookError, UsageError, message_of
+from meshbook.rank.process_groups.interrupted_steps import fsdp_param_groups, fsdp_state
+from meshbook.rank.state.modules import reshard
+from meshbook.rank.tensors.mesh_speed import free_bytes
+
+INSTALL = "pip install 'meshbook[hf]'"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model in a folder that `save_pretrained` has written, or on the Hugging Face hub, as a source of a module.
+
+    Attributes:
+        path: of the folder, or the model's name on the hub.
+        dtype: of its parameters; None: as they were saved.
+    """
+
+    path: str
+    dtype: torch.dtype | None = None
+
+    def __call__(self) -> nn.Module:
+        """Return a model of this structure with new values: what plans are compared with."""
+        config = self._config()
+        dtype = self.dtype or config.dtype
+        return self._class_of(config)._from_config(config, **({"dtype": dtype} if dtype is not None else {}))  # type: ignore[no-any-return]
+
+    def load(self, device: torch.device, cut: Callable[[nn.Module], object] | None) -> nn.Module:
+        """Read the model.
+
+        Args:
+            cut: is called with the model on the meta device, and turns parameters into DTensors, of which only this
+                rank's parts are read; None: all of it is read.
+        """
+        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+
+        config = self._config()
+        kind = self._class_of(config)
+        options: dict[str, Any] = {"dtype": "auto" if self.dtype is None else self.dtype}
+        if device.type != "cpu":
+            options["device_map"] = {"": device}
+        with self._explained(), _distributed_by(kind, cut) if cut is not None else nullcontext():
+            if cut is not None:
+                options["distributed_config"] = DistributedConfig()
+            model: Any = kind.from_pretrained(self.path, **options)
+        model.config.distributed_config = None  # what it is distributed by is not transformers' own
+        _own_memory(model)
+        return model  # type: ignore[no-any-return]
+
+    def _config(self) -> Any:
+        try:
+            from transformers import AutoConfig
+        except ImportError as error:
+            text = f"reading {self.path} takes transformers, which the ranks do not have: {INSTALL}"
+            raise UsageError(text) from error
+        with self._explained():
+            return AutoConfig.from_pretrained(self.path)
+
+    def _class_of(self, config: Any) -> Any:
+        import transformers
+
+        name = (config.architectures or ["none"])[0]
+        found = getattr(transformers, name, None)
+        if found is None:
+            raise UsageError(
+                f"{self.path} is of the class {name}, which transformers {transformers.__version__} does not have; "
+                "give a function that makes the model: meshbook.distribute(lambda: ..., mesh)"
+            )
+        return found
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Context in which the errors of transformers say what to do, and one rank shows how far it is."""
+        import transformers
+
+        logging: Any = transformers.utils.logging
+        was_enabled = logging.is_progress_bar_enabled()
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+            logging.disable_progress_bar()
+        try:
+            yield
+        except MeshbookError:
+            raise
+        except (OSError, ValueError) as error:
+            if os.path.isdir(self.path):
+                raise UsageError(f"the folder {self.path} cannot be read as a model: {message_of(error)}") from error
+            raise UsageError(
+                f"{self.path} is no folder on this machine, and as a name on the Hugging Face hub it cannot be read: "
+                f"{message_of(error)}\nGive the path of a folder that save_pretrained has written, and that all "
+                "machines have"
+            ) from error
+        finally:
+            if was_enabled:
+                logging.enable_progress_bar()
+
+
+@contextmanager
+def _distributed_by(kind: Any, cut: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Context in which transformers has models of a class cut by this function before it reads their values."""
+
+    def distribute(model: nn.Module, *_: Any) -> nn.Module:
+        cut(model)
+        return model
+
+    kind.maybe_distribute_model = staticmethod(distribute)
+    try:
+        yield
+    finally:
+        del kind.maybe_distribute_model
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Copy what lies in the pages of a file: whoever saved a model there again would change it, or end this process."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor = tensor._local_tensor.clone()
+            elif tensor.device.type == "cpu":
+                tensor.data = tensor.data.clone()
+
+
+def forward_without_cache(module: nn.Module) -> None:
+    """Have a model fill no cache of keys and values where gradients are computed.
+
+    A block whose forward runs again would fill it twice.
+    """
+
+    def leave_out(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {"use_cache": False, **kwargs} if torch.is_grad_enabled() else kwargs
+
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        module.register_forward_pre_hook(leave_out, with_kwargs=True)
+
+
+def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
+    """Have a model generate, in eval mode and without gradients. Every rank of a mesh calls this alike.
+
+    Args:
+        rng_state: of the generator whose numbers it samples with: every rank draws the same.
+
+    Returns:
+        What it gave, with tensors on the CPU, and the state of that generator afterwards.
+    """
+    if not callable(getattr(module, "generate", None)):
+        raise UsageError(f"a {type(module).__name__} has no generate(); models of Hugging Face that write text have it")
+    device = next(module.parameters()).device
+    devices = [] if device.type == "cpu" else [torch.get_device_module(device).current_device()]
+    was_training = module.training
+    with torch.no_grad(), _gathered(module, device), torch.random.fork_rng(devices, device_type=device.type):
+        torch.set_rng_state(rng_state)
+        if devices:
+            torch.get_device_module(device).manual_seed(int(torch.randint(1 << 62, ())))
+        try:
+            found = module.eval().generate(*args, **kwargs)
+        finally:
+            module.train(was_training)
+        found = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
+        return found, torch.get_rng_state()
+
+
+@contextmanager
+def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which FSDP2 leaves parameters gathered after a forward, where the memory is there.
+
+    Each token is a forward. All ranks decide alike: otherwise some would gather, and others not.
+    """
+    shards = [one for one in module.modules() if isinstance(one, FSDPModule)]
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    fits = torch.tensor([bool(shards) and 2 * num_bytes < free_bytes(device)], dtype=torch.uint8, device=device)
+    torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)
+    if not fits.item():
+        yield
+        return
+    groups = [group for one in shards for group in fsdp_param_groups(fsdp_state(one))]
+    before = [group.post_forward_mesh_info for group in groups]
+    for one in shards:
+        one.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+        reshard(module)
+
+
+def save(module: Any, folder: str, options: dict[str, Any]) -> None:
+    """Save a model as a folder that plain transformers reads. A collective; the first rank writes."""
+    if not callable(getattr(module, "save_pretrained", None)):
+        raise UsageError(
+            f"a {type(module).__name__} has no save_pretrained(), which models of Hugging Face have; save "
+            "model.state_dict(full=True)"
+        )
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if torch.distributed.get_rank() == 0:
+        module.save_pretrained(folder, state_dict=state, **options)

@@ -1,0 +1,61 @@
+"""What a module gives beside tensors: dataclasses, values, and objects that stay on the ranks, such as caches.
+
+On a rank a small tensor, the *object token*, retains such an object; the controller gives it back to the module as an
+argument, and lets go of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+# Leaves of a result that are sent by value.
+_BY_VALUE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectThere:
+    """Stands in the tree of a result for an object of this class, which stays on the ranks."""
+
+    type_name: str
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree. Dataclasses become nodes of pytrees."""
+    while True:
+        leaves = pytree.tree_leaves(tree)
+        found = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and type(leaf) is not ObjectThere}
+        found.discard(type)
+        if not found:
+            return leaves
+        for kind in found:
+            pytree.register_dataclass(kind)
+
+
+def stays(leaf: Any) -> bool:
+    """Whether a leaf of a result is an object that stays on the ranks."""
+    return not isinstance(leaf, (torch.Tensor, *_BY_VALUE))
+
+
+def make_token(value: Any, device: str) -> torch.Tensor:
+    """Return a tensor that retains an object."""
+    token = torch.empty(0, device=device)
+    token._meshbook_object = value  # type: ignore[attr-defined]
+    return token
+
+
+def object_of(token: torch.Tensor) -> Any:
+    """Return the object that a token retains.
+
+    Raises:
+        RuntimeError: this rank does not have it: it has taken the place of one that was lost.
+    """
+    if not hasattr(token, "_meshbook_object"):
+        raise RuntimeError(
+            "an object that the module gave is not on this rank any more, which has replaced one that was lost; call "
+            "the module again for a new one"
+        )
+    return token._meshbook_object

@@ -1,0 +1,266 @@
+"""Models of Hugging Face on the ranks: families by strategies, from a folder and back, compared with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import CellError, UsageError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+
+pytestmark = pytest.mark.usefixtures("starts_meshes")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
+IDS = torch.randint(1, 96, (4, 10), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+
+
+def text_batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
+
+
+def class_batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([0, 1, 1, 0])}
+
+
+def image_batch() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1, 0])}
+
+
+def sound_batch() -> dict[str, torch.Tensor]:
+    features = torch.randn(4, 8, 40, generator=torch.Generator().manual_seed(1))
+    return {"input_features": features, "labels": IDS}
+
+
+def family(config: str, model: str, batch: Callable[[], dict[str, torch.Tensor]], **options: Any) -> Any:
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**options)), batch
+
+
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WHISPER = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 32,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+FAMILIES = {
+    "Llama": family("LlamaConfig", "LlamaForCausalLM", text_batch, **GROUPED),
+    "Llama, tied": family("LlamaConfig", "LlamaForCausalLM", text_batch, **GROUPED, tie_word_embeddings=True),
+    "Qwen3": family("Qwen3Config", "Qwen3ForCausalLM", text_batch, **GROUPED, head_dim=8),
+    "Mixtral": family("MixtralConfig", "MixtralForCausalLM", text_batch, **GROUPED, num_local_experts=4),
+    "Gemma2": family("Gemma2Config", "Gemma2ForCausalLM", text_batch, **GROUPED, head_dim=8),
+    "GPT-2": family("GPT2Config", "GPT2LMHeadModel", text_batch, **GPT2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+    "BERT": family("BertConfig", "BertForSequenceClassification", class_batch, **SIZES, **NO_DROPOUT),
+    "ViT": family(
+        "ViTConfig", "ViTForImageClassification", image_batch, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4, **NO_DROPOUT,
+    ),
+    "Whisper": family("WhisperConfig", "WhisperForConditionalGeneration", sound_batch, **WHISPER),
+}  # fmt: skip
+# Layers that transformers packs, or that it has no table for, are not cut over tp.
+UNCUT = ("Mixtral", "GPT-2")
+WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "Gemma2", "GPT-2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def duo() -> Iterator[Mesh]:
+    with create_mesh({"dp": 2}) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def square() -> Iterator[Mesh]:
+    with create_mesh({"dp": 2, "tp": 2}) as mesh:
+        yield mesh
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[name][0]().eval()
+
+
+def save(model: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def check_training(model: Any, plain: Any, name: str) -> None:
+    """Check that a step's loss and gradients are those of one process, whose batch is cut over the ranks."""
+    batch = FAMILIES[name][1]()
+    expected = plain(**batch)
+    expected.loss.backward()
+    found = model(**batch)
+    found.loss.backward()
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.loss.full_tensor().detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for full, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[full].full_tensor(), parameter.grad, rtol=2e-4, atol=1e-6)
+
+
+def pairs() -> list[Any]:
+    shown = {("Llama", "fsdp"), ("Llama, tied", "ddp"), ("Qwen3", "tp"), ("Mixtral", "fsdp"), ("BERT", "ddp")}
+    found = [(name, strategy) for name in FAMILIES for strategy in ("ddp", "fsdp", "tp")]
+    return [
+        pytest.param(*pair, marks=() if pair in shown else pytest.mark.thorough)
+        for pair in found
+        if pair[1] != "tp" or pair[0] not in UNCUT
+    ]
+
+
+@pytest.mark.parametrize(("name", "strategy"), pairs())
+def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
+    name: str, strategy: str, duo: Mesh, tmp_path: Path
+) -> None:
+    plain = make(name)
+    axis = {"axis": "dp"} if strategy == "tp" else {}
+    model = meshbook.distribute(save(plain, tmp_path / "here"), duo, strategy=strategy, **axis)
+    assert not model.training  # as from_pretrained gives it
+    if name in WRITERS:
+        for options in ({"do_sample": False}, {"do_sample": True}):
+            torch.manual_seed(5)
+            expected = plain.generate(IDS[:2], attention_mask=MASK[:2], max_new_tokens=5, **options)
+            numbers = torch.rand(2)
+            torch.manual_seed(5)
+            found = model.generate(IDS[:2], attention_mask=MASK[:2], max_new_tokens=5, **options)
+            assert torch.equal(found, expected)
+            assert torch.equal(torch.rand(2), numbers)  # as if it had been sampled here
+    check_training(model, plain, name)
+    model.save_pretrained(tmp_path / "there")
+    back = type(plain).from_pretrained(tmp_path / "there")
+    for full, tensor in plain.state_dict().items():
+        assert torch.equal(back.state_dict()[full], tensor)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp+tp", pytest.param("hsdp", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["Llama, tied", pytest.param("Qwen3", marks=pytest.mark.thorough)])
+def test_two_axes_give_what_one_process_gives(name: str, strategy: str, square: Mesh, tmp_path: Path) -> None:
+    plain = make(name)
+    plan = meshbook.Plan(ddp="dp", fsdp="tp") if strategy == "hsdp" else strategy
+    model = meshbook.distribute(save(plain, tmp_path / "here"), square, strategy=plan)
+    expected = plain.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), expected)
+    check_training(model, plain, name)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", pytest.param("Whisper", marks=pytest.mark.thorough)])
+def test_blocks_that_are_computed_again_fill_no_cache(name: str, duo: Mesh) -> None:
+    plain = make(name)
+    check_training(meshbook.distribute(plain, duo, strategy=meshbook.Plan(fsdp="dp", ac="every block")), plain, name)
+
+
+def test_a_model_is_saved_to_the_folder_that_it_was_read_from(duo: Mesh, tmp_path: Path) -> None:
+    plain = make("Llama")
+    model = meshbook.distribute(save(plain, tmp_path), duo, strategy="fsdp")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    model.save_pretrained(tmp_path)
+    back = type(plain).from_pretrained(tmp_path).state_dict()
+    for full, tensor in plain.state_dict().items():
+        assert torch.equal(back[full], 2 * tensor)
+
+
+def test_a_step_after_generate_is_that_of_one_process(duo: Mesh, tmp_path: Path) -> None:
+    plain = make("Llama")
+    model = meshbook.distribute(save(plain, tmp_path), duo, strategy="fsdp")
+    losses: list[list[float]] = []
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            loss = one(**text_batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            one.generate(IDS[:1], attention_mask=MASK[:1], max_new_tokens=3, do_sample=False)
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(duo: Mesh) -> None:
+    plain = make("Llama")
+    model = meshbook.distribute(plain, duo, strategy="ddp")
+    with torch.no_grad():
+        first = model(input_ids=IDS[:, :6])
+        assert repr(first.past_key_values) == "RemoteObject(DynamicCache on the ranks)"
+        found = model(input_ids=IDS[:, 6:7], past_key_values=first.past_key_values).logits
+        expected = plain(input_ids=IDS[:, :7]).logits[:, -1:]
+    torch.testing.assert_close(found.full_tensor(), expected)
+    with pytest.raises(AttributeError, match="this DynamicCache stays on the ranks"):
+        first.past_key_values.get_seq_length()
+
+
+def test_a_dtype_is_converted_to_and_kept_where_none_is_said(duo: Mesh, tmp_path: Path) -> None:
+    folder = save(make("Llama").bfloat16(), tmp_path)
+    assert next(meshbook.distribute(folder, duo).parameters()).dtype == torch.bfloat16
+    assert next(meshbook.distribute(folder, duo, dtype=torch.float32).parameters()).dtype == torch.float32
+    with pytest.raises(UsageError, match="dtype= is for models that are read from a folder"):
+        meshbook.distribute(torch.nn.Linear(2, 2), duo, dtype=torch.float32)
+
+
+def test_plans_are_compared_for_a_model_in_a_folder(duo: Mesh, tmp_path: Path) -> None:
+    folder = save(make("Llama"), tmp_path)
+    model = meshbook.distribute(folder, duo, strategy="fsdp", sample=text_batch())
+    assert "fsdp over dp=2" in str(model.plan)
+
+
+def test_a_model_whose_layers_are_not_known_says_how_to_name_them(duo: Mesh, tmp_path: Path) -> None:
+    with pytest.raises(CellError, match=r"no layer of this GPT2LMHeadModel was recognised(.|\n)*tp_plan="):
+        meshbook.distribute(save(make("GPT-2"), tmp_path), duo, strategy="tp", axis="dp")
+
+
+def test_what_is_no_model_says_what_to_give(duo: Mesh, tmp_path: Path) -> None:
+    with pytest.raises(CellError, match=r"is no folder on this machine(.|\n)*Give the path of a folder"):
+        meshbook.distribute(str(tmp_path / "none"), duo)
+    with pytest.raises(CellError, match=f"the folder {tmp_path} cannot be read as a model"):
+        meshbook.distribute(tmp_path, duo)
+    save(make("Llama"), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForNothing"))
+    with pytest.raises(CellError, match=r"is of the class LlamaForNothing, which transformers .* does not have"):
+        meshbook.distribute(tmp_path, duo)
+    plain = meshbook.distribute(lambda: torch.nn.Linear(2, 2), duo)
+    with pytest.raises(CellError, match=r"a FSDPLinear has no generate\(\)|a Linear has no generate\(\)"):
+        plain.generate(IDS)
+    with pytest.raises(CellError, match=r"has no save_pretrained\(\)(.|\n)*state_dict\(full=True\)"):
+        plain.save_pretrained(tmp_path / "other")
