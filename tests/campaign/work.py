@@ -17,8 +17,8 @@ from meshbook.controller.healed import Healed
 from meshbook.errors import CheckpointError, MeshbookError, RankLost
 from meshbook.wire import checkpoint_folders
 from tests.campaign import arithmetic, on_ranks
+from tests.campaign.counters import Counter, mix_number
 from tests.campaign.scene import Scene
-from tests.random_faults.actor_programs import Counter, mix_number
 from tests.random_faults.harness import WrongResult
 
 # Run on ranks as they start, and again on new ones: `on_ranks`, the thread for faults, a model under DDP.

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
@@ -41,20 +42,6 @@ class ProgramHung(BaseException):
     """A program that did not end. Not an Exception: nothing on the way may take it for a fault that was put in."""
 
 
-class Programs(Protocol):
-    """Programs of one kind."""
-
-    def run(self, seed: int) -> str:
-        """One program. Gives the name of its fault.
-
-        Raises:
-            Wrong: numbers that differ from the reference's, an error that does not name its cause.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class SharedMesh:
     """A mesh of `WORLD_SIZE` ranks for one program after the other, and a new one after a program that lost a rank."""
 
@@ -74,14 +61,19 @@ class SharedMesh:
             mesh.stop()
 
 
-class SharedMeshPrograms:
-    """Programs that need nothing but the shared mesh."""
+class Programs(ABC):
+    """Programs of one kind, on the shared mesh."""
 
     def __init__(self, shared: SharedMesh) -> None:
         self.shared = shared
 
-    def close(self) -> None:
-        pass
+    @abstractmethod
+    def run(self, seed: int) -> str:
+        """One program. Gives the name of its fault.
+
+        Raises:
+            Wrong: numbers that differ from the reference's, an error that does not name its cause.
+        """
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:

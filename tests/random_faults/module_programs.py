@@ -23,7 +23,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, SharedMeshPrograms, WrongResult, ctrl_c_after, sigint_at, stop_when
+from tests.random_faults.harness import WORLD_SIZE, Programs, WrongResult, ctrl_c_after, sigint_at, stop_when
 from tests.random_faults.operators import Net
 
 ROWS = 2 * WORLD_SIZE
@@ -115,7 +115,7 @@ def _all_close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(some, others, strict=True))
 
 
-class ModulePrograms(SharedMeshPrograms):
+class ModulePrograms(Programs):
     """Steps without a fault, one with, what is left of the model, and steps without a fault."""
 
     def run(self, seed: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.random_faults.actor_programs import ActorPrograms
-from tests.random_faults.cell_programs import CellPrograms
 from tests.random_faults.harness import (
     ProgramHung,
     Programs,
@@ -22,11 +20,9 @@ from tests.random_faults.training_programs import TrainingPrograms
 from tests.soak.tally import Verdict
 
 PROGRAMS: dict[str, Callable[[SharedMesh], Programs]] = {
-    "cells": CellPrograms,
     "training": TrainingPrograms,
     "tensors": TensorPrograms,
     "modules": ModulePrograms,
-    "actors": ActorPrograms,
 }
 
 
@@ -50,7 +46,6 @@ class Runner:
             return Verdict(failure=failure, is_wrong=is_wrong)
 
     def close(self, *, hard: bool = False) -> None:
-        self._programs.close()
         if hard:
             end_supervisor(self._shared.mesh)
         try:

@@ -22,7 +22,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, SharedMeshPrograms, WrongResult, ctrl_c_after, sigint_at, stop_when
+from tests.random_faults.harness import WORLD_SIZE, Programs, WrongResult, ctrl_c_after, sigint_at, stop_when
 
 NAMES = ("t0", "t1", "t2", "t3")
 SIZE = 2 * WORLD_SIZE
@@ -154,7 +154,7 @@ class TensorHistory:
     changed_at: list[int] = field(default_factory=list)
 
 
-class TensorPrograms(SharedMeshPrograms):
+class TensorPrograms(Programs):
     """Lines without a fault, some with one, reading, recovery, and lines without a fault on what there is."""
 
     def run(self, seed: int) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshTimeout, RankLost
-from tests.random_faults.harness import CALL_TIMEOUT_S, WORLD_SIZE, SharedMesh, WrongResult, wait_until
+from tests.random_faults.harness import CALL_TIMEOUT_S, WORLD_SIZE, Programs, WrongResult, wait_until
 
 ROWS = 2 * WORLD_SIZE
 STEPS = 2  # after the fault
@@ -105,18 +105,12 @@ def expected(seed: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-class TrainingPrograms:
+class TrainingPrograms(Programs):
     """One step with a fault, and then as many steps as are compared."""
-
-    def __init__(self, shared: SharedMesh) -> None:
-        self._shared = shared
 
     def run(self, seed: int) -> str:
         """See `Programs`."""
-        return run(self._shared.get(), seed)
-
-    def close(self) -> None:
-        pass
+        return run(self.shared.get(), seed)
 
 
 def run(mesh: Mesh, seed: int) -> str:

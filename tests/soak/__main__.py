@@ -1,7 +1,7 @@
 """Random programs, chains of operations, faults and hangs on real meshes, for as long as one likes.
 
     python -m tests.soak --minutes 60                     (make soak MINUTES=60)
-    python -m tests.soak --only faults:17 cells:4         these again, in this order
+    python -m tests.soak --only faults:17 tensors:4       these again, in this order
 
 Kinds take turns. Each case depends on its kind and seed alone, and on what its meshes have run before, and is one
 line; a failing one is shown with the commands that repeat it. A wrong number is run again at once, by its seed, and
