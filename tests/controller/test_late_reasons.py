@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
-from meshbook.wire import messages
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
@@ -106,18 +104,6 @@ def test_survivors_show_the_reason_however_long_the_supervisor_stands_still(trio
     check_reason(cell, 2)
 
 
-def test_survivors_wait_until_the_fork_server_has_said_how_the_rank_ended(trio: Mesh, gate: Gate) -> None:
-    server = trio.run("os.getppid()", echo=False).values.same()
-    cell = begin(trio, gate, KILLED)
-    with stopped(server):
-        gate.open()
-        when(lambda: is_asked(gate))
-        # By the same connections, and so after the question.
-        trio.session.query(messages.PreviewNames(trio.session.connection.next_call_id(), (0, 1), ("rank",)), 60.0)
-        assert not cell.done()
-    check_reason(cell, 2)
-
-
 def test_a_standby_that_takes_over_answers_what_its_supervisor_was_asked(trio: Mesh, gate: Gate) -> None:
     cell = begin(trio, gate, KILLED)
     supervisor = trio.session.info.supervisor_pid
@@ -137,18 +123,3 @@ def test_a_connection_that_breaks_though_nobody_has_ended_is_the_error_itself(tr
     assert is_asked(gate)
     assert "gloo/transport" in str(error)
     assert trio.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)", echo=False).values.same() == 3
-
-
-def test_survivors_on_other_hosts_wait_for_the_host_of_the_lost_rank(gate: Gate) -> None:
-    with create_mesh(2, num_hosts=2) as mesh:
-        mesh.run(f"folder = {str(gate.path.parent)!r}\n{SETUP}", echo=False)
-        children = psutil.Process(mesh.session.info.supervisor_pid).children()
-        (host,) = [one.pid for one in children if "meshbook.host.main" in one.cmdline() and one.cmdline()[-3] == "1"]
-        cell = begin(mesh, gate, KILLED)
-        with stopped(host):
-            gate.open()
-            when(lambda: is_asked(gate))
-        error = cell.exception(WAIT_S)
-        assert isinstance(error, RankLost)
-        assert error.ranks == (1,)
-        assert {failure.ename for failure in error.failures} <= {"RankLost"}

@@ -5,9 +5,7 @@ What is trained is compared with one process that takes the same batches. Ranks 
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -423,25 +421,6 @@ def stuck_setup(pair: Mesh, gate: Gate) -> Gate:
     return gate
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=["an old rank", "a new rank"])
-@pytest.mark.thorough
-def test_a_rank_that_is_lost_while_cells_are_replayed_leaves_a_mesh_that_heal_completes(
-    pair: Mesh, stuck_setup: Gate, victim: int
-) -> None:
-    pair.run("step = 1", echo=False)
-    resizing = start_resize(pair, 4, lambda: _has_said(pair, "begun", (2, 3)))
-    with pytest.raises(ResizeError, match="being resized"):
-        pair.run("step", echo=False)
-    kill(pair, victim)
-    stuck_setup.open()
-    with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
-        resizing.result(DEADLINE_S)
-    when(lambda: set(pair.session.lost) == {victim, 2, 3})
-    assert pair.heal().ranks == tuple(sorted({victim, 2, 3}))
-    assert values(pair, "step, built, world_size") == dict.fromkeys(range(4), (1, True, 4))
-    assert is_whole(pair, 4)
-
-
 def _has_said(mesh: Mesh, word: str, ranks: tuple[int, ...]) -> bool:
     return len(mesh.ranks) > max(ranks) and all(word in mesh.logs(rank) for rank in ranks)
 
@@ -468,23 +447,6 @@ def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_compl
     assert is_whole(pair, 3)
 
 
-@pytest.mark.parametrize("victim", [0, 3], ids=["an old rank", "a new rank"])
-@pytest.mark.thorough
-def test_a_rank_that_is_killed_as_soon_as_new_ones_start_leaves_a_mesh_that_heal_completes(
-    pair: Mesh, stuck_setup: Gate, victim: int
-) -> None:
-    pair.run("step = 1", echo=False)
-    resizing = start_resize(pair, 4, lambda: len(pair.ranks) == 4 and pids(pair)[victim] is not None)
-    os.kill(pids(pair)[victim] or 0, signal.SIGKILL)
-    stuck_setup.open()
-    with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
-        resizing.result(DEADLINE_S)
-    when(lambda: set(pair.session.lost) == {victim, 2, 3})
-    pair.heal()
-    assert values(pair, "step, world_size") == dict.fromkeys(range(4), (1, 4))
-    assert is_whole(pair, 4)
-
-
 @pytest.mark.thorough
 def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_replaced(trio: Mesh) -> None:
     trio.run("step = 1", echo=False)
@@ -498,22 +460,15 @@ def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_re
     assert is_whole(trio, 2)
 
 
-def test_stop_ends_a_setup_cell_on_the_new_ranks_and_the_mesh_is_whole(pair: Mesh, stuck_setup: Gate) -> None:
-    pair.run("step = 1", echo=False)
-    resizing = start_resize(pair, 3, lambda: _has_said(pair, "begun", (2,)))
-    pair.interrupt()
-    resized = resizing.result(DEADLINE_S)
-    assert resized.failed == {"the cell": "was stopped, and the cells after it were not replayed"}
-    assert values(pair, "step") == dict.fromkeys(range(3), 1)
-    assert is_whole(pair, 3)
-
-
 def test_a_stop_ends_the_waiting_for_a_resize_and_says_what_came_of_it(
     pair: Mesh, stuck_setup: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshbook.controller.healing.AFTER_STOP_S", DEADLINE_S)
     press_stop_when(lambda: _has_said(pair, "begun", (2,)))
-    with pytest.raises(CellInterrupted, match=r"^the resize was stopped, and was completed all the same:\nrank 2 → 3"):
+    with pytest.raises(
+        CellInterrupted,
+        match=r"^the resize was stopped, and was completed all the same:\nrank 2 → 3(.|\n)* were not replayed",
+    ):
         pair.resize(3)
     assert is_whole(pair, 3)
 

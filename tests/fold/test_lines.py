@@ -15,6 +15,18 @@ from meshbook.fold.numbers import template_of
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay, Text
 
 
+@pytest.fixture
+def folder():
+    """Of two ranks."""
+    return LineFolder(range(2))
+
+
+@pytest.fixture
+def lone():
+    """Of one rank."""
+    return LineFolder([0])
+
+
 def out(text, stream="stdout"):
     return Text(stream, text)
 
@@ -52,8 +64,7 @@ def test_a_line_that_all_ranks_said_is_shown_once():
     assert final(*["a\nb\n"] * 4) == [Line((0, 1, 2, 3), "stdout", "a"), Line((0, 1, 2, 3), "stdout", "b")]
 
 
-def test_it_does_not_wait_once_all_have_said_it():
-    folder = LineFolder(range(2))
+def test_it_does_not_wait_once_all_have_said_it(folder):
     folder.feed(0, [out("a\n")], 0.0)
     assert folder.flush(0.0) == []
     folder.feed(1, [out("a\n")], 0.01)
@@ -122,16 +133,14 @@ def test_a_rank_that_is_one_line_behind_is_brought_into_step():
     ]  # fmt: skip
 
 
-def test_stdout_and_stderr_are_never_one():
-    folder = LineFolder(range(2))
+def test_stdout_and_stderr_are_never_one(folder):
     folder.feed(0, [out("a\n")], 0.0)
     folder.feed(1, [out("a\n", "stderr")], 0.0)
     lines = folder.flush(0.0, final=True)
     assert [(line.ranks, line.stream) for line in lines] == [((0,), "stdout"), ((1,), "stderr")]
 
 
-def test_stdout_and_stderr_of_a_rank_keep_their_order():
-    folder = LineFolder(range(2))
+def test_stdout_and_stderr_of_a_rank_keep_their_order(folder):
     for rank in range(2):
         folder.feed(rank, [out("a\n"), out("warn 1\n", "stderr"), out("b\n"), out("warn 2\n", "stderr")], 0.0)
     lines = folder.flush(0.0)
@@ -153,8 +162,7 @@ def test_rows_of_data_are_shown_as_they_are_one_rank_after_the_other():
     ]  # fmt: skip
 
 
-def test_text_is_put_together_across_pieces_of_any_size():
-    folder = LineFolder(range(2))
+def test_text_is_put_together_across_pieces_of_any_size(folder):
     for character in "hello\nworld\n":
         folder.feed(0, [out(character)], 0.0)
     folder.feed(1, [out("hel"), out("lo\nwor"), out("ld\n")], 0.0)
@@ -196,38 +204,33 @@ def test_a_rank_that_is_done_is_not_waited_for():
     assert said(folder.flush(0.0)) == [((0, 1), "a")]
 
 
-def test_what_a_rank_said_before_it_was_done_is_not_lost():
-    folder = LineFolder(range(2))
+def test_what_a_rank_said_before_it_was_done_is_not_lost(folder):
     folder.feed(0, [out("a\n")], 0.0)
     folder.rank_done(0)
     folder.feed(1, [out("a\n")], 0.0)
     assert said(folder.flush(0.0)) == [((0, 1), "a")]
 
 
-def test_a_lone_ranks_lines_wait_each_for_itself():
-    folder = LineFolder(range(2))
+def test_a_lone_ranks_lines_wait_each_for_itself(folder):
     folder.feed(0, [out("a\nb\n")], 0.0)
     folder.feed(0, [out("c\n")], 0.05)
     assert said(folder.flush(0.1)) == [((0,), "a"), ((0,), "b")]
     assert said(folder.flush(0.151)) == [((0,), "c")]
 
 
-def test_ranks_with_nothing_in_common_do_not_wait_for_each_other_for_ever():
-    folder = LineFolder(range(2))
+def test_ranks_with_nothing_in_common_do_not_wait_for_each_other_for_ever(folder):
     for rank in range(2):
         folder.feed(rank, [out("".join(f"{'ab'[rank]} {'x' * number}\n" for number in range(200)))], 0.0)
     assert len(said(folder.flush(0.0))) == 200
 
 
-def test_a_rank_that_went_on_is_not_waited_for():
-    folder = LineFolder(range(2))
+def test_a_rank_that_went_on_is_not_waited_for(folder):
     folder.feed(0, [out("only me\nboth\n")], 0.0)
     folder.feed(1, [out("both\n")], 0.0)
     assert said(folder.flush(0.0)) == [((0,), "only me"), ((0, 1), "both")]
 
 
-def test_of_lines_without_a_partner_the_older_goes_first():
-    folder = LineFolder(range(2))
+def test_of_lines_without_a_partner_the_older_goes_first(folder):
     folder.feed(1, [out("from one\n")], 0.0)
     folder.feed(0, [out("from zero\n")], 0.01)
     assert folder.flush(0.05) == []  # either might still say the other's line
@@ -248,8 +251,7 @@ def test_a_late_rank_is_not_taken_for_one_that_is_a_step_ahead():
     assert said(folder.flush(0.32)) == [((0, 1, 2, 3), "step 2 loss 1.5")]
 
 
-def test_what_a_rank_missed_is_forgotten_once_it_is_in_step():
-    folder = LineFolder(range(2))
+def test_what_a_rank_missed_is_forgotten_once_it_is_in_step(folder):
     folder.feed(0, [out("step 1 loss 2.0\n")], 0.0)
     folder.flush(0.2)
     for rank in range(2):
@@ -298,8 +300,7 @@ def test_a_rank_that_is_late_is_waited_for_also_where_the_others_have_gone_on_wi
     assert [ranks for ranks, _ in said(shown)] == [(0,), (1,), (0, 1), (0, 1), (0, 1)]
 
 
-def test_a_rank_that_is_later_than_that_keeps_nobody_waiting():
-    folder = LineFolder(range(2))
+def test_a_rank_that_is_later_than_that_keeps_nobody_waiting(folder):
     for epoch in range(9):
         folder.feed(0, [out(f"epoch {epoch}\n")], 100.0 * epoch)
         folder.flush(100.0 * epoch + 11 * MAX_AGE_S)
@@ -309,8 +310,7 @@ def test_a_rank_that_is_later_than_that_keeps_nobody_waiting():
     assert folder.next_deadline() == 1000.0 + MAX_AGE_S
 
 
-def test_a_burst_of_late_lines_counts_once():
-    folder = LineFolder(range(2))
+def test_a_burst_of_late_lines_counts_once(folder):
     folder.feed(0, [out("".join(f"line {n}\n" for n in range(20)))], 0.0)
     folder.flush(1.0)
     folder.feed(1, [out("".join(f"line {n}\n" for n in range(20)))], 2.0)
@@ -319,8 +319,7 @@ def test_a_burst_of_late_lines_counts_once():
     assert folder.next_deadline() == 10.0 + 4 * MAX_AGE_S
 
 
-def test_a_rank_that_missed_a_step_is_not_taken_for_late():
-    folder = LineFolder(range(2))
+def test_a_rank_that_missed_a_step_is_not_taken_for_late(folder):
     folder.feed(0, [out("step 1 loss 2.0\n")], 0.0)
     assert said(folder.flush(0.2)) == [((0,), "step 1 loss 2.0")]
     for rank in range(2):
@@ -328,8 +327,7 @@ def test_a_rank_that_missed_a_step_is_not_taken_for_late():
     assert said(folder.flush(0.3)) == [((0, 1), "step 2 loss 1.5")]
 
 
-def test_a_backlog_out_of_step_is_brought_into_step():
-    folder = LineFolder(range(2))
+def test_a_backlog_out_of_step_is_brought_into_step(folder):
     folder.feed(0, [out("begin\n")], 0.0)
     folder.flush(1.0)  # rank 1 is late: out of step from here
     folder.feed(0, [out("".join(f"step {step} loss {step}.5\n" for step in range(3, 8)))], 1.0)
@@ -363,8 +361,7 @@ def test_equal_displays_are_shown_once():
     ]
 
 
-def test_a_display_and_the_text_around_it_keep_their_order():
-    folder = LineFolder(range(2))
+def test_a_display_and_the_text_around_it_keep_their_order(folder):
     for rank in range(2):
         folder.feed(rank, [out("before\nopen"), figure("A"), out("after\n")], 0.0)
     items = folder.flush(0.0)
@@ -373,29 +370,25 @@ def test_a_display_and_the_text_around_it_keep_their_order():
     ]  # fmt: skip
 
 
-def test_an_update_elsewhere_does_not_end_a_line():
-    folder = LineFolder([0])
-    folder.feed(0, [out("loading"), figure("A", display_id="x", update=True), out(" done\n")], 0.0)
-    items = folder.flush(0.0)
+def test_an_update_elsewhere_does_not_end_a_line(lone):
+    lone.feed(0, [out("loading"), figure("A", display_id="x", update=True), out(" done\n")], 0.0)
+    items = lone.flush(0.0)
     assert [item.text for item in items if isinstance(item, Line)] == ["loading done"]
 
 
-def test_displays_with_different_ids_are_different():
-    folder = LineFolder(range(2))
+def test_displays_with_different_ids_are_different(folder):
     for rank in range(2):
         folder.feed(rank, [figure("A", display_id=str(rank))], 0.0)
     assert [item.ranks for item in folder.flush(0.0, final=True)] == [(0,), (1,)]
 
 
-def test_notices_of_ranks_fold_too():
-    folder = LineFolder(range(2))
+def test_notices_of_ranks_fold_too(folder):
     for rank in range(2):
         folder.feed(rank, [Notice("cut")], 0.0)
     assert folder.flush(0.0) == [RankDisplay((0, 1), Notice("cut"))]
 
 
-def test_the_folder_lets_go_of_displays_that_are_out():
-    folder = LineFolder(range(2))
+def test_the_folder_lets_go_of_displays_that_are_out(folder):
     for number in range(50):
         for rank in range(2):
             folder.feed(rank, [figure(f"{number}")], 0.0)
@@ -415,51 +408,45 @@ def test_bars_of_all_ranks_are_one_live_line():
     assert folder.flush(folder.next_deadline()) == [Line((0, 1, 2, 3), "stderr", "10…13%|     | 10…13/100", live=True)]
 
 
-def test_a_live_line_moves_at_most_ten_times_a_second():
-    folder = LineFolder([0])
+def test_a_live_line_moves_at_most_ten_times_a_second(lone):
     shown = []
     for millisecond in range(1000):
-        folder.feed(0, [out(f"\r{millisecond}/1000")], millisecond / 1000)
-        shown += live(folder.flush(millisecond / 1000))
+        lone.feed(0, [out(f"\r{millisecond}/1000")], millisecond / 1000)
+        shown += live(lone.flush(millisecond / 1000))
     assert 8 <= len(shown) <= 1 / LIVE_INTERVAL_S
     assert shown[-1][1] >= "900/1000"
 
 
-def test_a_live_line_that_stands_still_is_not_repeated():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%")], 0.0)
-    assert live(folder.flush(0.1)) == [((0,), "50%")]
-    assert folder.next_deadline() is None
-    assert folder.flush(5.0) == []
-    folder.feed(0, [out("\r50%")], 5.0)
-    assert folder.flush(5.1) == []
+def test_a_live_line_that_stands_still_is_not_repeated(lone):
+    lone.feed(0, [out("\r50%")], 0.0)
+    assert live(lone.flush(0.1)) == [((0,), "50%")]
+    assert lone.next_deadline() is None
+    assert lone.flush(5.0) == []
+    lone.feed(0, [out("\r50%")], 5.0)
+    assert lone.flush(5.1) == []
 
 
-def test_a_live_line_does_not_overtake_what_was_said_before_it():
-    folder = LineFolder([0])
-    folder.feed(0, [out("x" * 99 + "\n")] * 100 + [out("\r50%")], 0.0)
-    assert not live(folder.flush(1.0, max_chars=1000))
-    assert live(folder.flush(1.1)) == [((0,), "50%")]
+def test_a_live_line_does_not_overtake_what_was_said_before_it(lone):
+    lone.feed(0, [out("x" * 99 + "\n")] * 100 + [out("\r50%")], 0.0)
+    assert not live(lone.flush(1.0, max_chars=1000))
+    assert live(lone.flush(1.1)) == [((0,), "50%")]
 
 
-def test_a_row_with_nothing_in_it_is_not_shown():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r")], 0.0)
-    assert folder.flush(0.2) == []
-    assert folder.next_deadline() is None
+def test_a_row_with_nothing_in_it_is_not_shown(lone):
+    lone.feed(0, [out("\r")], 0.0)
+    assert lone.flush(0.2) == []
+    assert lone.next_deadline() is None
 
 
-def test_the_last_state_of_a_live_line_is_shown_though_nothing_follows():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%")], 0.0)
-    folder.flush(0.1)
-    folder.feed(0, [out("\r60%")], 0.11)
-    assert folder.flush(0.11) == []
-    assert live(folder.flush(folder.next_deadline())) == [((0,), "60%")]
+def test_the_last_state_of_a_live_line_is_shown_though_nothing_follows(lone):
+    lone.feed(0, [out("\r50%")], 0.0)
+    lone.flush(0.1)
+    lone.feed(0, [out("\r60%")], 0.11)
+    assert lone.flush(0.11) == []
+    assert live(lone.flush(lone.next_deadline())) == [((0,), "60%")]
 
 
-def test_a_line_that_is_slow_to_end_is_live_until_it_does():
-    folder = LineFolder(range(2))
+def test_a_line_that_is_slow_to_end_is_live_until_it_does(folder):
     for rank in range(2):
         folder.feed(rank, [out("loading...")], 0.0)
     assert folder.flush(0.05) == []
@@ -469,29 +456,25 @@ def test_a_line_that_is_slow_to_end_is_live_until_it_does():
     assert said(folder.flush(3.0)) == [((0, 1), "loading... done")]
 
 
-def test_a_bar_that_ended_is_an_ordinary_line():
-    folder = LineFolder(range(2))
+def test_a_bar_that_ended_is_an_ordinary_line(folder):
     for rank in range(2):
         folder.feed(rank, [out("\r50%"), out("\r100%\n"), out("next\n")], 0.0)
     assert said(folder.flush(0.0)) == [((0, 1), "100%"), ((0, 1), "next")]
 
 
-def test_a_bar_whose_cell_ends_is_an_ordinary_line():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%\r100%\n")], 0.0)
-    assert said(folder.flush(0.0, final=True)) == [((0,), "100%")]
+def test_a_bar_whose_cell_ends_is_an_ordinary_line(lone):
+    lone.feed(0, [out("\r50%\r100%\n")], 0.0)
+    assert said(lone.flush(0.0, final=True)) == [((0,), "100%")]
 
 
-def test_live_lines_come_after_what_was_said_before_them():
-    folder = LineFolder(range(2))
+def test_live_lines_come_after_what_was_said_before_them(folder):
     folder.feed(0, [out("before\n\r50%")], 0.0)
     assert folder.flush(0.05) == []
     items = folder.flush(0.1)
     assert [(item.text, item.live) for item in items] == [("before", False), ("50%", True)]
 
 
-def test_a_bar_that_leaves_the_others_is_told_apart_from_them():
-    folder = LineFolder(range(2))
+def test_a_bar_that_leaves_the_others_is_told_apart_from_them(folder):
     for rank in range(2):
         folder.feed(rank, [out("\r50%")], 0.0)
     assert live(folder.flush(0.1)) == [((0, 1), "50%")]
@@ -501,28 +484,25 @@ def test_a_bar_that_leaves_the_others_is_told_apart_from_them():
     assert live(folder.flush(0.35)) == [((1,), "50%")]  # shown again: the ordinary lines took the shared one away
 
 
-def test_a_bar_that_was_wiped_is_shown_as_wiped():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%")], 0.0)
-    folder.flush(0.1)
-    folder.feed(0, [out("\r    \r")], 0.2)
-    assert live(folder.flush(0.2)) == [((0,), "")]
-    assert folder.flush(0.5, final=True) == []
+def test_a_bar_that_was_wiped_is_shown_as_wiped(lone):
+    lone.feed(0, [out("\r50%")], 0.0)
+    lone.flush(0.1)
+    lone.feed(0, [out("\r    \r")], 0.2)
+    assert live(lone.flush(0.2)) == [((0,), "")]
+    assert lone.flush(0.5, final=True) == []
 
 
-def test_a_bar_goes_on_below_a_display():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%"), figure("A"), out("\r60%")], 0.0)
-    items = folder.flush(0.1)
+def test_a_bar_goes_on_below_a_display(lone):
+    lone.feed(0, [out("\r50%"), figure("A"), out("\r60%")], 0.0)
+    items = lone.flush(0.1)
     assert items == [RankDisplay((0,), figure("A")), Line((0,), "stdout", "60%", live=True)]
 
 
-def test_after_the_output_was_cleared_live_lines_are_shown_again():
-    folder = LineFolder([0])
-    folder.feed(0, [out("\r50%")], 0.0)
-    folder.flush(0.1)
-    folder.feed(0, [ClearOutput()], 0.2)
-    assert folder.flush(0.2) == [RankDisplay((0,), ClearOutput()), Line((0,), "stdout", "50%", live=True)]
+def test_after_the_output_was_cleared_live_lines_are_shown_again(lone):
+    lone.feed(0, [out("\r50%")], 0.0)
+    lone.flush(0.1)
+    lone.feed(0, [ClearOutput()], 0.2)
+    assert lone.flush(0.2) == [RankDisplay((0,), ClearOutput()), Line((0,), "stdout", "50%", live=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -610,8 +590,7 @@ def test_displays_in_a_flood_are_counted_and_let_go():
     assert not any(queue.entries for queue in folder._aligner._queues.values())
 
 
-def test_a_flush_gives_no_more_than_it_is_asked_for():
-    folder = LineFolder(range(2))
+def test_a_flush_gives_no_more_than_it_is_asked_for(folder):
     for rank in range(2):
         folder.feed(rank, [out("".join(f"{rank} {number} {'x' * 90}\n" for number in range(1000)))], 0.0)
     first = folder.flush(1.0, max_chars=5000)
@@ -702,8 +681,7 @@ def test_each_rank_is_heard_in_full_and_in_its_own_order(meeting):
         assert heard_from(rank, items) == as_said(plan)
 
 
-def test_the_look_ahead_is_right_when_a_queue_ran_down_to_its_front():
-    folder = LineFolder(range(2))
+def test_the_look_ahead_is_right_when_a_queue_ran_down_to_its_front(folder):
     folder.feed(0, [out("a\n")], 0.0)
     folder.feed(1, [out("tick\n")], 0.0)
     assert folder.flush(0.0) == []

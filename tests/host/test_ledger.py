@@ -153,6 +153,26 @@ class Host:
         return [item.text for item in shown if isinstance(item, messages.Notice)]
 
 
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def busy(host: Host) -> Host:
+    """Whose two ranks run call c."""
+    host.cell("c")
+    return host
+
+
+@pytest.fixture
+def alone() -> Host:
+    """Whose one rank runs call c."""
+    host = Host(1)
+    host.cell("c", (0,))
+    return host
+
+
 def heartbeat(line: int | None = None) -> messages.RankHeartbeat:
     return messages.RankHeartbeat(rank=0, call=None, line=line, rss_bytes=0, peak_rss_bytes=0)
 
@@ -160,8 +180,7 @@ def heartbeat(line: int | None = None) -> messages.RankHeartbeat:
 # ---- queues
 
 
-def test_a_rank_gets_one_command_at_a_time_in_the_order_in_which_they_came() -> None:
-    host = Host()
+def test_a_rank_gets_one_command_at_a_time_in_the_order_in_which_they_came(host: Host) -> None:
     for call in ("c-1", "c-2", "c-3"):
         host.cell(call)
     assert host.sent(0) == ["c-1"]
@@ -169,8 +188,7 @@ def test_a_rank_gets_one_command_at_a_time_in_the_order_in_which_they_came() -> 
     assert (host.sent(0), host.sent(1)) == (["c-1", "c-2"], ["c-1"])
 
 
-def test_groups_are_formed_before_what_is_queued_and_after_what_runs() -> None:
-    host = Host()
+def test_groups_are_formed_before_what_is_queued_and_after_what_runs(host: Host) -> None:
     host.cell("c-1")
     host.cell("c-2")
     host.send(messages.FormGroups(call="g-1", ranks=(0, 1), generation=2, store_address="ipc://x"))  # type: ignore[arg-type]
@@ -179,8 +197,7 @@ def test_groups_are_formed_before_what_is_queued_and_after_what_runs() -> None:
     assert host.sent(0) == ["c-1", "g-1", "c-2"]
 
 
-def test_ranks_must_be_visible_before_the_mesh_is_reported_ready() -> None:
-    host = Host()
+def test_ranks_must_be_visible_before_the_mesh_is_reported_ready(host: Host) -> None:
     host.send(messages.FormGroups(call="g-1", ranks=(0, 1), generation=2, store_address="ipc://x"))  # type: ignore[arg-type]
     for rank in range(2):
         host.finish(rank, "g-1")
@@ -197,8 +214,7 @@ def test_what_was_sent_to_a_rank_before_it_was_ready_is_sent_when_it_is() -> Non
     assert (host.sent(0), len(host.to_service(0, "Complete"))) == (["c-1"], 1)
 
 
-def test_a_call_on_a_dead_rank_is_lost_there_and_says_how_the_rank_ended() -> None:
-    host = Host()
+def test_a_call_on_a_dead_rank_is_lost_there_and_says_how_the_rank_ended(host: Host) -> None:
     host.die(1, "exited with code 3")
     host.cell("c-1")
     host.finish(0, "c-1")
@@ -209,8 +225,7 @@ def test_a_call_on_a_dead_rank_is_lost_there_and_says_how_the_rank_ended() -> No
     }
 
 
-def test_a_query_ends_without_the_ranks_that_do_not_reply() -> None:
-    host = Host()
+def test_a_query_ends_without_the_ranks_that_do_not_reply(host: Host) -> None:
     host.send(messages.Complete(call="q-1", ranks=(0, 1), code="x", cursor=1))  # type: ignore[arg-type]
     host.carry_out(host.ledger.rank_replied(messages.RankReply(rank=0, call="q-1", content=b""), host.now))  # type: ignore[arg-type]
     host.wait(0.9)
@@ -219,8 +234,7 @@ def test_a_query_ends_without_the_ranks_that_do_not_reply() -> None:
     assert host.outcomes("q-1") == {0: "ok", 1: "skipped"}
 
 
-def test_what_was_typed_reaches_only_the_command_that_asked() -> None:
-    host = Host()
+def test_what_was_typed_reaches_only_the_command_that_asked(host: Host) -> None:
     host.cell("c-1")
     reply = messages.InputReply(rank=0, target="c-1", text="yes")  # type: ignore[call-arg,arg-type]
     assert host.ledger.reply_to_input(reply, b"yes") == [do.SendWork(0, b"yes")]
@@ -231,35 +245,29 @@ def test_what_was_typed_reaches_only_the_command_that_asked() -> None:
 # ---- output
 
 
-def test_output_that_overtook_other_output_waits_for_it() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.output(0, 2, "second\n")
-    host.output(0, 1, "first\n")
-    host.finish(0, "c", last_output_seq=2)
-    (finished,) = host.reports(messages.CallFinished)
+def test_output_that_overtook_other_output_waits_for_it(alone: Host) -> None:
+    alone.output(0, 2, "second\n")
+    alone.output(0, 1, "first\n")
+    alone.finish(0, "c", last_output_seq=2)
+    (finished,) = alone.reports(messages.CallFinished)
     assert [item.text for item in finished.items] == ["first", "second"]
 
 
-def test_an_outcome_waits_for_the_output_that_was_printed_before_it() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.cell("d", (0,))
-    host.finish(0, "c", last_output_seq=1)
-    assert (host.reports(messages.CallFinished), host.sent(0)) == ([], ["c"])
-    host.output(0, 1, "late\n")
-    assert (host.outcomes("c"), host.sent(0)) == ({0: "ok"}, ["c", "d"])
+def test_an_outcome_waits_for_the_output_that_was_printed_before_it(alone: Host) -> None:
+    alone.cell("d", (0,))
+    alone.finish(0, "c", last_output_seq=1)
+    assert (alone.reports(messages.CallFinished), alone.sent(0)) == ([], ["c"])
+    alone.output(0, 1, "late\n")
+    assert (alone.outcomes("c"), alone.sent(0)) == ({0: "ok"}, ["c", "d"])
 
 
-def test_what_is_kept_for_searches_is_what_ranks_print_what_they_left_out_their_errors_and_ends() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
+def test_what_is_kept_for_searches_is_what_ranks_print_what_they_left_out_their_errors_and_ends(alone: Host) -> None:
     left_out = messages.RankOutput(rank=0, seq=2, call="c", items=(messages.Notice("9 lines left out here"),))  # type: ignore[arg-type]
-    host.carry_out(host.ledger.output_received(left_out, host.now))
-    host.output(0, 1, "first\n")
-    host.finish(0, "c", status="error", last_output_seq=2)
-    host.die(0)
-    kept = [(one.kind, one.text) for _, one in host.done if isinstance(one, do.KeepOutput)]
+    alone.carry_out(alone.ledger.output_received(left_out, alone.now))
+    alone.output(0, 1, "first\n")
+    alone.finish(0, "c", status="error", last_output_seq=2)
+    alone.die(0)
+    kept = [(one.kind, one.text) for _, one in alone.done if isinstance(one, do.KeepOutput)]
     assert kept == [
         ("stdout", "first\n"),
         ("event", "9 lines left out here"),
@@ -268,46 +276,38 @@ def test_what_is_kept_for_searches_is_what_ranks_print_what_they_left_out_their_
     ]
 
 
-def test_an_outcome_whose_output_died_with_its_rank_counts() -> None:
-    host = Host()
-    host.cell("c")
-    host.finish(0, "c", last_output_seq=1)
-    host.die(0)
-    host.finish(1, "c")
-    assert host.outcomes("c") == {0: "ok", 1: "ok"}
+def test_an_outcome_whose_output_died_with_its_rank_counts(busy: Host) -> None:
+    busy.finish(0, "c", last_output_seq=1)
+    busy.die(0)
+    busy.finish(1, "c")
+    assert busy.outcomes("c") == {0: "ok", 1: "ok"}
 
 
-def test_what_is_printed_when_no_cell_runs_is_reported_under_the_cell_that_it_came_from() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.finish(0, "c")
-    host.output(0, 1, "from a thread\n")
-    host.wait(5.0)
-    (output,) = host.reports(messages.CallOutput)
+def test_what_is_printed_when_no_cell_runs_is_reported_under_the_cell_that_it_came_from(alone: Host) -> None:
+    alone.finish(0, "c")
+    alone.output(0, 1, "from a thread\n")
+    alone.wait(5.0)
+    (output,) = alone.reports(messages.CallOutput)
     assert (output.call, [item.text for item in output.items]) == ("c", ["from a thread"])
 
 
 # ---- progress
 
 
-def test_progress_is_reported_once_a_call_has_lasted_and_only_when_it_has_changed() -> None:
-    host = Host()
-    host.cell("c")
-    host.finish(0, "c")
-    host.carry_out(host.ledger.calls.report_progress(host.now))
-    assert host.reports(messages.CallProgressed) == []
-    host.wait(PROGRESS_AFTER_S + 0.1)
+def test_progress_is_reported_once_a_call_has_lasted_and_only_when_it_has_changed(busy: Host) -> None:
+    busy.finish(0, "c")
+    busy.carry_out(busy.ledger.calls.report_progress(busy.now))
+    assert busy.reports(messages.CallProgressed) == []
+    busy.wait(PROGRESS_AFTER_S + 0.1)
     for _ in range(2):
-        host.carry_out(host.ledger.calls.report_progress(host.now))
-    assert [report.done for report in host.reports(messages.CallProgressed)] == [(0,)]
+        busy.carry_out(busy.ledger.calls.report_progress(busy.now))
+    assert [report.done for report in busy.reports(messages.CallProgressed)] == [(0,)]
 
 
-def test_that_one_rank_has_failed_is_reported_soon_unless_all_have() -> None:
-    host = Host()
-    host.cell("c")
-    host.finish(0, "c", "error")
-    host.wait(PROGRESS_AFTER_FAILURE_S + 0.01)
-    assert [report.done for report in host.reports(messages.CallProgressed)] == [(0,)]
+def test_that_one_rank_has_failed_is_reported_soon_unless_all_have(busy: Host) -> None:
+    busy.finish(0, "c", "error")
+    busy.wait(PROGRESS_AFTER_FAILURE_S + 0.01)
+    assert [report.done for report in busy.reports(messages.CallProgressed)] == [(0,)]
     alike = Host()
     alike.cell("c")
     for rank in range(2):
@@ -327,18 +327,16 @@ def test_a_rank_that_is_not_ready_is_not_signalled_for_it_has_no_handler_yet() -
     assert host.signals(0, STOP_SIGNAL) == []
 
 
-def test_the_timetable_of_a_first_stop() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.stop("c")
-    host.wait(10.0)
-    assert host.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
-    assert host.to_service(0, "Interrupt") == [0.0]
-    assert host.to_service(0, "AbortCollectives") == [ABORT_AFTER_S]
-    assert host.signals(0, signal.SIGKILL) == []
-    at = [at - 100.0 for at, one in host.done if isinstance(one, do.SendReport)]
+def test_the_timetable_of_a_first_stop(alone: Host) -> None:
+    alone.stop("c")
+    alone.wait(10.0)
+    assert alone.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
+    assert alone.to_service(0, "Interrupt") == [0.0]
+    assert alone.to_service(0, "AbortCollectives") == [ABORT_AFTER_S]
+    assert alone.signals(0, signal.SIGKILL) == []
+    at = [at - 100.0 for at, one in alone.done if isinstance(one, do.SendReport)]
     assert at == [STUCK_AFTER_S]
-    (stuck,) = host.reports(messages.RanksStuck)
+    (stuck,) = alone.reports(messages.RanksStuck)
     assert (stuck.call, stuck.ranks) == ("c", (0,))
     assert "rank 0 (pid 1000) is in C code, or in code that catches KeyboardInterrupt" in stuck.reason
 
@@ -356,16 +354,14 @@ def test_a_repeated_signal_that_is_late_is_not_sent_and_the_call_is_named_instea
     assert host.to_service(0, "Interrupt") == [0.0, 1.1]
 
 
-def test_the_timetable_of_a_second_stop() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.stop("c", hard=True)
-    host.wait(10.0)
-    assert host.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
-    assert host.to_service(0, "AbortCollectives") == [0.0]
-    assert host.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
-    assert host.notices() == ["second Stop: rank 0 did not come back within 1 s and was killed"]
-    assert host.ledger.ranks[0].is_killed_by_us
+def test_the_timetable_of_a_second_stop(alone: Host) -> None:
+    alone.stop("c", hard=True)
+    alone.wait(10.0)
+    assert alone.signals(0, STOP_SIGNAL) == [0.0, *SIGINT_REPEATS_S]
+    assert alone.to_service(0, "AbortCollectives") == [0.0]
+    assert alone.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
+    assert alone.notices() == ["second Stop: rank 0 did not come back within 1 s and was killed"]
+    assert alone.ledger.ranks[0].is_killed_by_us
 
 
 @pytest.mark.parametrize(
@@ -386,31 +382,26 @@ def test_a_rank_that_has_returned_is_left_alone(returns_at: float, signals: list
     assert host.reports(messages.RanksStuck) == []
 
 
-def test_a_second_stop_does_not_kill_the_cell_after_the_one_it_was_meant_for() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.cell("d", (0,))
-    host.stop("c")
-    host.wait(0.5)
-    host.stop("c", hard=True)
-    host.wait(KILL_AFTER_S - 0.1)
-    host.finish(0, "c", "interrupted")
-    host.wait(10.0)
-    assert host.signals(0, signal.SIGKILL) == []
+def test_a_second_stop_does_not_kill_the_cell_after_the_one_it_was_meant_for(alone: Host) -> None:
+    alone.cell("d", (0,))
+    alone.stop("c")
+    alone.wait(0.5)
+    alone.stop("c", hard=True)
+    alone.wait(KILL_AFTER_S - 0.1)
+    alone.finish(0, "c", "interrupted")
+    alone.wait(10.0)
+    assert alone.signals(0, signal.SIGKILL) == []
 
 
-def test_a_stop_for_a_call_that_has_ended_signals_nobody() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.finish(0, "c")
-    host.cell("d", (0,))
-    host.stop("c")
-    host.wait(10.0)
-    assert host.signals(0, STOP_SIGNAL) == []
+def test_a_stop_for_a_call_that_has_ended_signals_nobody(alone: Host) -> None:
+    alone.finish(0, "c")
+    alone.cell("d", (0,))
+    alone.stop("c")
+    alone.wait(10.0)
+    assert alone.signals(0, STOP_SIGNAL) == []
 
 
-def test_a_stop_takes_back_the_call_where_it_is_still_queued() -> None:
-    host = Host()
+def test_a_stop_takes_back_the_call_where_it_is_still_queued(host: Host) -> None:
     host.cell("c", (0,))
     host.cell("d", (0, 1))
     host.stop("d")
@@ -442,25 +433,21 @@ def test_a_rank_is_sent_the_operations_that_a_stop_has_taken_back_as_cancelled()
     assert not any(queued.is_cancelled for queued in host.ledger.ranks[1].queue)
 
 
-def test_a_stopped_process_is_let_go_on_and_the_cell_says_so() -> None:
-    host = Host()
-    host.cell("c")
-    host.stopped_processes = {1}
-    host.stop("c")
-    assert host.notices() == ["rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop"]
-    host.stopped_processes = {1}
-    host.wait(10.0)
-    assert len(host.notices()) == 1
+def test_a_stopped_process_is_let_go_on_and_the_cell_says_so(busy: Host) -> None:
+    busy.stopped_processes = {1}
+    busy.stop("c")
+    assert busy.notices() == ["rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop"]
+    busy.stopped_processes = {1}
+    busy.wait(10.0)
+    assert len(busy.notices()) == 1
 
 
-def test_a_process_that_is_stopped_a_moment_after_the_press_is_reported_too() -> None:
-    host = Host()
-    host.cell("c")
-    host.stop("c")
-    assert host.notices() == []
-    host.stopped_processes = {1}
-    host.wait(1.0)
-    assert host.notices() == ["rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop"]
+def test_a_process_that_is_stopped_a_moment_after_the_press_is_reported_too(busy: Host) -> None:
+    busy.stop("c")
+    assert busy.notices() == []
+    busy.stopped_processes = {1}
+    busy.wait(1.0)
+    assert busy.notices() == ["rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop"]
 
 
 @pytest.mark.parametrize(
@@ -473,69 +460,59 @@ def test_a_process_that_is_stopped_a_moment_after_the_press_is_reported_too() ->
         (None, "is in C code, or in code that catches KeyboardInterrupt, at line 3 of the cell"),
     ],
 )
-def test_why_a_rank_does_not_return_is_said_as_the_system_sees_it(state: str | None, reason: str) -> None:
-    host = Host(1)
-    host.cell("c", (0,))
+def test_why_a_rank_does_not_return_is_said_as_the_system_sees_it(alone: Host, state: str | None, reason: str) -> None:
     beat = heartbeat(line=3)
-    host.carry_out(host.ledger.heartbeat_received(beat, host.now))
-    host.states[0] = state
-    host.stop("c")
-    host.wait(1.0)
-    host.carry_out(host.ledger.heartbeat_received(beat, host.now))
-    host.wait(1.0)
-    assert reason in host.reports(messages.RanksStuck)[0].reason
-    host.states[0] = "R"
-    host.wait(2.0)
-    host.stop("c")
-    host.wait(2.0)
-    assert "is in C code that keeps the GIL" in host.reports(messages.RanksStuck)[1].reason
+    alone.carry_out(alone.ledger.heartbeat_received(beat, alone.now))
+    alone.states[0] = state
+    alone.stop("c")
+    alone.wait(1.0)
+    alone.carry_out(alone.ledger.heartbeat_received(beat, alone.now))
+    alone.wait(1.0)
+    assert reason in alone.reports(messages.RanksStuck)[0].reason
+    alone.states[0] = "R"
+    alone.wait(2.0)
+    alone.stop("c")
+    alone.wait(2.0)
+    assert "is in C code that keeps the GIL" in alone.reports(messages.RanksStuck)[1].reason
 
 
-def test_a_rank_that_gets_no_processor_is_not_said_to_be_stuck_in_c_code() -> None:
-    host = Host()
-    host.cell("c")
-    host.starved = {1}
-    host.stop("c")
-    host.wait(2.0)
-    reason = host.reports(messages.RanksStuck)[0].reason
+def test_a_rank_that_gets_no_processor_is_not_said_to_be_stuck_in_c_code(busy: Host) -> None:
+    busy.starved = {1}
+    busy.stop("c")
+    busy.wait(2.0)
+    reason = busy.reports(messages.RanksStuck)[0].reason
     assert "rank 0 (pid 1000) is in C code" in reason
     assert "rank 1 (pid 1001) has waited for a processor for 2.0 of 2.0 s" in reason
 
 
-def test_a_second_stop_lets_a_rank_that_gets_no_processor_come_back() -> None:
-    host = Host()
-    host.cell("c")
-    host.starved = {1}
-    host.stop("c", hard=True)
-    host.wait(KILL_AFTER_S + 0.3)
-    assert host.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
-    host.finish(1, "c", "interrupted")
-    host.wait(10.0)
-    assert host.signals(1, signal.SIGKILL) == []
+def test_a_second_stop_lets_a_rank_that_gets_no_processor_come_back(busy: Host) -> None:
+    busy.starved = {1}
+    busy.stop("c", hard=True)
+    busy.wait(KILL_AFTER_S + 0.3)
+    assert busy.signals(0, signal.SIGKILL) == [KILL_AFTER_S]
+    busy.finish(1, "c", "interrupted")
+    busy.wait(10.0)
+    assert busy.signals(1, signal.SIGKILL) == []
 
 
-def test_a_second_stop_kills_a_rank_that_never_gets_a_processor() -> None:
-    host = Host(1)
-    host.cell("c", (0,))
-    host.starved = {0}
-    host.stop("c", hard=True)
-    host.wait(10.0)
-    assert host.signals(0, signal.SIGKILL) == [KILL_STARVED_AFTER_S]
-    assert host.notices() == ["second Stop: rank 0 did not come back within 2.5 s and was killed"]
+def test_a_second_stop_kills_a_rank_that_never_gets_a_processor(alone: Host) -> None:
+    alone.starved = {0}
+    alone.stop("c", hard=True)
+    alone.wait(10.0)
+    assert alone.signals(0, signal.SIGKILL) == [KILL_STARVED_AFTER_S]
+    assert alone.notices() == ["second Stop: rank 0 did not come back within 2.5 s and was killed"]
 
 
 # ---- deaths
 
 
-def test_a_rank_that_dies_loses_what_it_ran_and_what_waited_for_it() -> None:
-    host = Host()
-    host.cell("c")
-    host.cell("d")
-    host.die(0)
+def test_a_rank_that_dies_loses_what_it_ran_and_what_waited_for_it(busy: Host) -> None:
+    busy.cell("d")
+    busy.die(0)
     for call in ("c", "d"):
-        host.finish(1, call)
-        assert host.outcomes(call) == {0: "lost", 1: "ok"}
-    assert host.sent(0) == ["c"]
+        busy.finish(1, call)
+        assert busy.outcomes(call) == {0: "lost", 1: "ok"}
+    assert busy.sent(0) == ["c"]
 
 
 def check_exits(host: Host, *ending: int) -> None:
@@ -543,44 +520,38 @@ def check_exits(host: Host, *ending: int) -> None:
     host.carry_out(host.ledger.calls.await_exits(command, (0, 1), ending, host.now))
 
 
-def test_a_look_for_exits_ends_at_once_if_all_processes_run() -> None:
-    host = Host()
+def test_a_look_for_exits_ends_at_once_if_all_processes_run(host: Host) -> None:
     check_exits(host)
     assert host.outcomes("exits") == {0: "ok", 1: "ok"}
 
 
-def test_a_look_for_exits_waits_until_a_process_that_is_ending_has_been_reported() -> None:
-    host = Host()
+def test_a_look_for_exits_waits_until_a_process_that_is_ending_has_been_reported(host: Host) -> None:
     check_exits(host, 0)
     assert not host.reports(messages.CallFinished)
     host.die(0)
     assert host.outcomes("exits") == {0: "lost", 1: "ok"}
 
 
-def test_a_look_for_exits_does_not_wait_for_ever_for_a_process_that_does_not_end() -> None:
-    host = Host()
+def test_a_look_for_exits_does_not_wait_for_ever_for_a_process_that_does_not_end(host: Host) -> None:
     check_exits(host, 0)
     host.wait(60.0)
     assert host.outcomes("exits") == {0: "skipped", 1: "ok"}
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.5, 1.9])
-def test_a_rank_that_dies_while_it_is_stopped_gets_no_more_signals(after_s: float) -> None:
-    host = Host()
-    host.cell("c")
-    host.stop("c")
-    host.wait(after_s)
-    host.die(0)
-    num_signals = len(host.signals(0, STOP_SIGNAL))
-    host.wait(10.0)
-    assert len(host.signals(0, STOP_SIGNAL)) == num_signals
-    assert [report.ranks for report in host.reports(messages.RanksStuck)] == [(1,)]
-    host.finish(1, "c", "interrupted")
-    assert host.outcomes("c") == {0: "lost", 1: "interrupted"}
+def test_a_rank_that_dies_while_it_is_stopped_gets_no_more_signals(busy: Host, after_s: float) -> None:
+    busy.stop("c")
+    busy.wait(after_s)
+    busy.die(0)
+    num_signals = len(busy.signals(0, STOP_SIGNAL))
+    busy.wait(10.0)
+    assert len(busy.signals(0, STOP_SIGNAL)) == num_signals
+    assert [report.ranks for report in busy.reports(messages.RanksStuck)] == [(1,)]
+    busy.finish(1, "c", "interrupted")
+    assert busy.outcomes("c") == {0: "lost", 1: "interrupted"}
 
 
-def test_ranks_with_actors_that_end_and_send_heartbeats_are_spared_once() -> None:
-    host = Host()
+def test_ranks_with_actors_that_end_and_send_heartbeats_are_spared_once(host: Host) -> None:
     host.ledger.ranks[0].has_actors = True
     host.carry_out(host.ledger.heartbeat_received(heartbeat(), host.now))
     host.wait(4.0)  # heartbeats are late on a busy machine

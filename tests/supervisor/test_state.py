@@ -118,6 +118,18 @@ class World:
         return self.host(exited)
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def busy(world: World) -> World:
+    """Whose ranks all run cell 1, call c1."""
+    world.run()
+    return world
+
+
 def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
     world = World(start=False)
     assert steps_of(world.say(messages.StartMesh(call="start", spec=world.spec)), s.StartHosts)
@@ -141,8 +153,7 @@ def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_
     assert steps_of(steps, s.Shutdown)
 
 
-def test_a_second_start_is_refused_and_changes_nothing() -> None:
-    world = World()
+def test_a_second_start_is_refused_and_changes_nothing(world: World) -> None:
     refused = messages_of(world.say(messages.StartMesh(call="again", spec=world.spec)), messages.Refused)[0]
     assert refused.error == "MeshInUse"
 
@@ -151,8 +162,7 @@ def test_a_cell_before_the_ranks_are_there_is_refused() -> None:
     assert messages_of(World(start=False).run(ranks=(0,)), messages.Refused)[0].error == "NotAttached"
 
 
-def test_a_cell_goes_to_the_hosts_as_it_came_and_its_end_to_the_client_who_asked() -> None:
-    world = World()
+def test_a_cell_goes_to_the_hosts_as_it_came_and_its_end_to_the_client_who_asked(world: World) -> None:
     world.join("two")
     sent = steps_of(world.run(), s.SendToHosts)[0]
     assert sent.body is not None
@@ -177,17 +187,14 @@ def test_a_call_on_several_hosts_ends_when_the_last_of_them_is_done() -> None:
     assert [part.ranks for part in finished.outcomes] == [(0, 1, 2, 3)]
 
 
-def test_names_that_cells_bind_and_delete_are_known_to_the_next_client() -> None:
-    world = World()
-    world.run()
-    world.finish("c1", bound_names=("x", "y"))
-    world.run("c2")
-    world.finish("c2", deleted_names=("x",))
-    assert messages_of(world.join("two"), messages.Welcome)[0].info.names == ("y",)
+def test_names_that_cells_bind_and_delete_are_known_to_the_next_client(busy: World) -> None:
+    busy.finish("c1", bound_names=("x", "y"))
+    busy.run("c2")
+    busy.finish("c2", deleted_names=("x",))
+    assert messages_of(busy.join("two"), messages.Welcome)[0].info.names == ("y",)
 
 
-def test_a_lost_rank_is_told_to_every_client_and_its_fellows_are_unblocked_and_interrupted() -> None:
-    world = World()
+def test_a_lost_rank_is_told_to_every_client_and_its_fellows_are_unblocked_and_interrupted(world: World) -> None:
     world.join("two")
     world.run()
     steps = world.kill(2)
@@ -197,20 +204,16 @@ def test_a_lost_rank_is_told_to_every_client_and_its_fellows_are_unblocked_and_i
     assert (interrupt.ranks, interrupt.target) == ((0, 1, 3), "c1")
 
 
-def test_a_call_that_lost_a_rank_says_which_in_its_end() -> None:
-    world = World()
-    world.run()
-    world.kill(2)
-    finished = messages_of(world.finish("c1"), messages.CallFinished)[0]
+def test_a_call_that_lost_a_rank_says_which_in_its_end(busy: World) -> None:
+    busy.kill(2)
+    finished = messages_of(busy.finish("c1"), messages.CallFinished)[0]
     assert [exited.rank for exited in finished.lost] == [2]
 
 
-def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_came_to_is_told() -> None:
-    world = World()
-    world.run()
-    alarm = steps_of(world.kill(2), s.SetTimer)[0]
+def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_came_to_is_told(busy: World) -> None:
+    alarm = steps_of(busy.kill(2), s.SetTimer)[0]
     assert alarm.delay_s < 2.0
-    (conclude,) = messages_of(world.state.timer_fired(alarm.name, alarm.delay_s), messages.EndCall)
+    (conclude,) = messages_of(busy.state.timer_fired(alarm.name, alarm.delay_s), messages.EndCall)
     assert conclude.call == "c1"
     line = messages.Line(ranks=(0,), stream="stdout", text="saved")
     parts = (
@@ -219,47 +222,40 @@ def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_
         OutcomeGroup((2,), Outcome(status="lost")),
     )
     reported = messages.CallFinished(call="c1", outcomes=parts, seconds=1.0, items=(line,))
-    (finished,) = messages_of(world.host(reported), messages.CallFinished)
+    (finished,) = messages_of(busy.host(reported), messages.CallFinished)
     assert finished.outcomes == parts
     assert finished.items == (line,)
     assert [exited.rank for exited in finished.lost] == [2]
-    assert world.state.info().names == ("x",)
+    assert busy.state.info().names == ("x",)
 
 
-def test_a_host_that_does_not_conclude_a_call_is_not_waited_for() -> None:
-    world = World()
-    world.run()
-    alarm = steps_of(world.kill(2), s.SetTimer)[0]
-    last = steps_of(world.state.timer_fired(alarm.name, alarm.delay_s), s.SetTimer)[0]
-    finished = messages_of(world.state.timer_fired(last.name, 2.0), messages.CallFinished)[0]
+def test_a_host_that_does_not_conclude_a_call_is_not_waited_for(busy: World) -> None:
+    alarm = steps_of(busy.kill(2), s.SetTimer)[0]
+    last = steps_of(busy.state.timer_fired(alarm.name, alarm.delay_s), s.SetTimer)[0]
+    finished = messages_of(busy.state.timer_fired(last.name, 2.0), messages.CallFinished)[0]
     assert {part.outcome.status: part.ranks for part in finished.outcomes} == {"lost": (2,), "skipped": (0, 1, 3)}
-    assert world.finish("c1") == []  # their late word is nobody's any more
+    assert busy.finish("c1") == []  # their late word is nobody's any more
 
 
-def test_groups_that_an_interrupt_broke_are_formed_again_in_the_next_epoch() -> None:
-    world = World()
-    world.run()
-    steps = world.finish("c1", status="interrupted", groups_broken=True)
+def test_groups_that_an_interrupt_broke_are_formed_again_in_the_next_epoch(busy: World) -> None:
+    steps = busy.finish("c1", status="interrupted", groups_broken=True)
     assert messages_of(steps, messages.FormGroups)[0].generation == 2
-    formed = world.finish("form-2", reply={"backend": "gloo"})
+    formed = busy.finish("form-2", reply={"backend": "gloo"})
     assert messages_of(formed, messages.MeshChanged)[0].info.groups == "ready"
 
 
-def test_groups_are_not_formed_again_while_a_cell_runs() -> None:
-    world = World()
+def test_groups_are_not_formed_again_while_a_cell_runs(world: World) -> None:
     world.run("c1", ranks=(0, 1))
     world.run("c2", ranks=(2, 3))
     assert not messages_of(world.finish("c1", ranks=(0, 1), groups_broken=True), messages.FormGroups)
     assert messages_of(world.finish("c2", ranks=(2, 3)), messages.FormGroups)
 
 
-def test_groups_with_a_dead_member_are_left_broken() -> None:
-    world = World()
-    world.run()
-    world.kill(2)
-    steps = world.finish("c1", groups_broken=True)
+def test_groups_with_a_dead_member_are_left_broken(busy: World) -> None:
+    busy.kill(2)
+    steps = busy.finish("c1", groups_broken=True)
     assert not messages_of(steps, messages.FormGroups)
-    assert world.state.info().groups == "broken"
+    assert busy.state.info().groups == "broken"
 
 
 def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
@@ -294,15 +290,13 @@ def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:
     assert steps_of(world.state.timer_fired(alarm.name, 7.0), s.Shutdown)
 
 
-def test_a_client_that_comes_back_in_time_saves_the_mesh() -> None:
-    world = World()
+def test_a_client_that_comes_back_in_time_saves_the_mesh(world: World) -> None:
     alarm = steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)[0]
     world.join("again")
     assert world.state.timer_fired(alarm.name, 10_000.0) == []
 
 
-def test_an_observer_does_not_keep_a_mesh_alive() -> None:
-    world = World()
+def test_an_observer_does_not_keep_a_mesh_alive(world: World) -> None:
     world.join("viewer", observer=True)
     assert steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)
 
@@ -311,15 +305,13 @@ def test_a_client_that_detaches_for_ever_leaves_a_mesh_that_does_not_end() -> No
     assert not steps_of(World().say(messages.Detach(call="d")), s.SetTimer)
 
 
-def test_a_question_of_a_rank_reaches_the_client_whose_cell_it_is() -> None:
-    world = World()
+def test_a_question_of_a_rank_reaches_the_client_whose_cell_it_is(world: World) -> None:
     world.run(allow_input=True)
     asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
     assert steps_of(world.host(asked), s.SendToClient)[0].client == "one"
 
 
-def test_a_question_that_nobody_can_answer_is_answered_with_nothing() -> None:
-    world = World()
+def test_a_question_that_nobody_can_answer_is_answered_with_nothing(world: World) -> None:
     world.run(allow_input=True)
     asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
     world.host(asked)
@@ -327,37 +319,30 @@ def test_a_question_that_nobody_can_answer_is_answered_with_nothing() -> None:
     assert messages_of(world.host(asked), messages.InputReply)[0].text is None
 
 
-def test_a_new_client_learns_which_cells_of_others_still_run() -> None:
-    world = World()
-    world.run()
-    world.now = 12.0
-    open_call = messages_of(world.join("two"), messages.Welcome)[0].open_calls[0]
+def test_a_new_client_learns_which_cells_of_others_still_run(busy: World) -> None:
+    busy.now = 12.0
+    open_call = messages_of(busy.join("two"), messages.Welcome)[0].open_calls[0]
     assert (open_call.label, open_call.ranks, open_call.seconds) == ("cell 1", (0, 1, 2, 3), 12.0)
 
 
 @pytest.mark.parametrize("status", ["ok", "error", "interrupted", "lost"])
-def test_history_tells_how_a_cell_ended(status: str) -> None:
-    world = World()
-    world.run()
-    world.finish("c1", status=status)
-    entry = messages_of(world.say(messages.QueryHistory(call="h")), messages.CommandReply)[0].history[0]
+def test_history_tells_how_a_cell_ended(busy: World, status: str) -> None:
+    busy.finish("c1", status=status)
+    entry = messages_of(busy.say(messages.QueryHistory(call="h")), messages.CommandReply)[0].history[0]
     assert (entry.label, entry.status, entry.seconds) == ("cell 1", status, 0.1)
 
 
-def test_setup_cells_are_kept_for_ranks_that_join_later() -> None:
-    world = World()
+def test_setup_cells_are_kept_for_ranks_that_join_later(world: World) -> None:
     world.run(setup=True)
     assert [cell.source for cell in world.state._cells.setup_cells] == ["x = 1"]
 
 
-def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody() -> None:
-    world = World()
+def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody(world: World) -> None:
     late = messages.CallOutput(call="c0", items=(messages.Line(ranks=(0,), stream="stdout", text="late"),))
     assert messages_of(world.host(late), messages.CallOutput) == [late]
 
 
-def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told() -> None:
-    world = World()
+def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told(world: World) -> None:
     lines = tuple(messages.Line(ranks=(0,), stream="stdout", text="x" * 1000) for _ in range(4000))
     steps = world.host(messages.CallOutput(call="c0", items=lines))
     (shown,) = messages_of(steps, messages.CallOutput)
@@ -374,8 +359,7 @@ def test_stopping_is_answered_before_the_end() -> None:
     assert steps_of(steps, s.Shutdown)
 
 
-def test_deaths_while_stopping_are_no_news() -> None:
-    world = World()
+def test_deaths_while_stopping_are_no_news(world: World) -> None:
     world.say(messages.StopMesh(call="stop"))
     assert world.kill(1) == []
 
@@ -410,8 +394,7 @@ def test_a_rank_that_is_done_with_its_part_of_a_cell_is_idle_once_its_host_says_
     assert states_after_a_beat() == ["idle", "busy"]
 
 
-def test_what_ranks_hold_for_a_client_is_released_when_it_goes() -> None:
-    world = World()
+def test_what_ranks_hold_for_a_client_is_released_when_it_goes(world: World) -> None:
     world.join("two")
     world.run("one-1")
     gone = steps_of(world.state.client_disconnected("one", world.now), s.SendToHosts)
@@ -422,22 +405,17 @@ def test_what_ranks_hold_for_a_client_is_released_when_it_goes() -> None:
     )  # it never called anything
 
 
-def test_what_ranks_hold_for_a_client_is_released_when_it_leaves() -> None:
-    world = World()
-    world.run()
-    left = messages_of(world.say(messages.Detach(call="d", orphan_ttl_s=None)), messages.Release)
+def test_what_ranks_hold_for_a_client_is_released_when_it_leaves(busy: World) -> None:
+    left = messages_of(busy.say(messages.Detach(call="d", orphan_ttl_s=None)), messages.Release)
     assert [release.client for release in left] == ["one"]
 
 
-def test_a_stop_for_ranks_that_are_not_there_stops_nobody() -> None:
-    world = World()
-    world.run()
-    assert world.say(messages.Interrupt(ranks=(7, 8))) == []
-    assert messages_of(world.say(messages.Interrupt(ranks=(2, 8))), messages.Interrupt)[0].ranks == (2,)
+def test_a_stop_for_ranks_that_are_not_there_stops_nobody(busy: World) -> None:
+    assert busy.say(messages.Interrupt(ranks=(7, 8))) == []
+    assert messages_of(busy.say(messages.Interrupt(ranks=(2, 8))), messages.Interrupt)[0].ranks == (2,)
 
 
-def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes_back_ones_own() -> None:
-    world = World()
+def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes_back_ones_own(world: World) -> None:
     world.join("two")
     world.run("one-1")
     world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="one-1"))
@@ -450,11 +428,9 @@ def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes
     assert [cell.call for cell in sent] == ["two-2"]
 
 
-def test_names_that_are_told_are_bounded() -> None:
-    world = World()
-    world.run()
-    world.finish("c1", bound_names=tuple(f"x{number}" for number in range(20_000)))
-    names = world.state.info().names
+def test_names_that_are_told_are_bounded(busy: World) -> None:
+    busy.finish("c1", bound_names=tuple(f"x{number}" for number in range(20_000)))
+    names = busy.state.info().names
     assert (len(names), names[-1]) == (10_000, "x19999")
 
 
@@ -462,17 +438,14 @@ def test_names_that_are_told_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("status", ["error", "interrupted"])
-def test_after_a_cell_that_did_not_end_well_all_ranks_are_asked_for_their_positions(status: str) -> None:
-    world = World()
+def test_after_a_cell_that_did_not_end_well_all_ranks_are_asked_for_their_positions(world: World, status: str) -> None:
     world.run(ranks=(0, 1))
     (ask,) = messages_of(world.finish("c1", ranks=(0, 1), status=status), messages.QueryPositions)
     assert (ask.ranks, ask.about_call) == ((0, 1, 2, 3), "c1")
 
 
-def test_a_cell_that_ended_well_costs_no_question() -> None:
-    world = World()
-    world.run()
-    assert [type(step) for step in world.finish("c1")] == [s.SendToClient]
+def test_a_cell_that_ended_well_costs_no_question(busy: World) -> None:
+    assert [type(step) for step in busy.finish("c1")] == [s.SendToClient]
 
 
 def test_a_mesh_without_process_groups_is_not_asked() -> None:
@@ -485,45 +458,36 @@ def test_a_mesh_without_process_groups_is_not_asked() -> None:
     assert not messages_of(world.finish("c1", status="error"), messages.QueryPositions)
 
 
-def test_ranks_that_are_in_step_keep_their_groups() -> None:
-    world = World()
-    world.run()
-    steps = world.in_step(world.finish("c1", status="error"))
+def test_ranks_that_are_in_step_keep_their_groups(busy: World) -> None:
+    steps = busy.in_step(busy.finish("c1", status="error"))
     (checked,) = messages_of(steps, messages.ResumeCollectives)
     assert (checked.about_call, checked.broken_groups) == ("c1", ())
     assert not messages_of(steps, messages.FormGroups)
 
 
-def test_ranks_that_are_out_of_step_have_their_groups_formed_anew() -> None:
-    world = World()
-    world.run()
-    positions = {rank: world.position(rank, num_begun=6 if rank == 2 else 5) for rank in range(4)}
-    steps = world.answer(world.finish("c1", status="error"), positions)
+def test_ranks_that_are_out_of_step_have_their_groups_formed_anew(busy: World) -> None:
+    positions = {rank: busy.position(rank, num_begun=6 if rank == 2 else 5) for rank in range(4)}
+    steps = busy.answer(busy.finish("c1", status="error"), positions)
     (checked,) = messages_of(steps, messages.ResumeCollectives)
     assert checked.broken_groups == ("0",)
     assert "6 collectives on rank 2 and 5 on rank 0" in checked.reason
     assert messages_of(steps, messages.FormGroups)[0].generation == 2
 
 
-def test_a_rank_that_cannot_be_asked_counts_as_out_of_step() -> None:
-    world = World()
-    world.run()
-    positions = {rank: world.position(rank) for rank in range(3)}
-    assert messages_of(world.answer(world.finish("c1", status="error"), positions), messages.FormGroups)
+def test_a_rank_that_cannot_be_asked_counts_as_out_of_step(busy: World) -> None:
+    positions = {rank: busy.position(rank) for rank in range(3)}
+    assert messages_of(busy.answer(busy.finish("c1", status="error"), positions), messages.FormGroups)
 
 
-def test_what_begins_while_ranks_are_asked_waits_and_comes_after_the_groups() -> None:
-    world = World()
-    world.run()
-    asked = world.finish("c1", status="error")
-    assert not world.run("c2")
-    positions = {rank: world.position(rank, num_begun=rank) for rank in range(4)}
-    sent = [step.message for step in world.answer(asked, positions) if isinstance(step, s.SendToHosts)]
+def test_what_begins_while_ranks_are_asked_waits_and_comes_after_the_groups(busy: World) -> None:
+    asked = busy.finish("c1", status="error")
+    assert not busy.run("c2")
+    positions = {rank: busy.position(rank, num_begun=rank) for rank in range(4)}
+    sent = [step.message for step in busy.answer(asked, positions) if isinstance(step, s.SendToHosts)]
     assert [type(message).__name__ for message in sent] == ["ResumeCollectives", "FormGroups", "RunCell"]
 
 
-def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell_are_done() -> None:
-    world = World()
+def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell_are_done(world: World) -> None:
     world.run("c1", ranks=(0, 1))
     world.run("c2", ranks=(2, 3))
     asked = world.finish("c1", ranks=(0, 1), status="error")
@@ -533,12 +497,10 @@ def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell
     assert messages_of(world.finish("c2", ranks=(2, 3)), messages.FormGroups)
 
 
-def test_a_rank_lost_while_ranks_are_asked_ends_the_question() -> None:
-    world = World()
-    world.run()
-    asked = world.finish("c1", status="error")
-    world.kill(3)
-    steps = world.answer(asked, {rank: world.position(rank) for rank in range(3)})
+def test_a_rank_lost_while_ranks_are_asked_ends_the_question(busy: World) -> None:
+    asked = busy.finish("c1", status="error")
+    busy.kill(3)
+    steps = busy.answer(asked, {rank: busy.position(rank) for rank in range(3)})
     assert not messages_of(steps, messages.ResumeCollectives)
     assert not messages_of(steps, messages.FormGroups)
 
@@ -565,34 +527,30 @@ def test_calls_that_wait_while_ranks_are_asked_end_with_a_rank_that_is_lost_and_
     assert [message.call for message in messages_of([*steps, *answered], messages.RunCell)] == ["c4"]
 
 
-def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_not_before() -> None:
-    world = World()
-    world.run()
-    world.finish("c1", status="interrupted", groups_broken=True)
+def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_not_before(busy: World) -> None:
+    busy.finish("c1", status="interrupted", groups_broken=True)
     error = messages.RankError(ename="RuntimeError", evalue="timed out", traceback=())
-    steps = world.finish("form-2", status="error", error=error)
+    steps = busy.finish("form-2", status="error", error=error)
     (said,) = messages_of(steps, messages.CallOutput)
     assert "ranks 0-3: RuntimeError: timed out" in said.items[0].item.text
     assert "again with the next cell" in said.items[0].item.text
     assert not messages_of(steps, messages.FormGroups)
-    world.say(messages.Complete(call="q", ranks=(0,), code="x", cursor=1))
-    assert not messages_of(world.finish("q", ranks=(0,)), messages.FormGroups)
-    sent = [step.message for step in world.run("c2") if isinstance(step, s.SendToHosts)]
+    busy.say(messages.Complete(call="q", ranks=(0,), code="x", cursor=1))
+    assert not messages_of(busy.finish("q", ranks=(0,)), messages.FormGroups)
+    sent = [step.message for step in busy.run("c2") if isinstance(step, s.SendToHosts)]
     assert [type(message).__name__ for message in sent] == ["FormGroups", "RunCell"]
 
 
-def test_ranks_do_not_wait_for_one_that_cannot_form_its_groups_and_its_reason_is_told() -> None:
-    world = World()
-    world.run()
-    world.finish("c1", status="interrupted", groups_broken=True)
-    steps = world.host(messages.CallProgressed(call="form-2", done=(1,), failure="rank 1: OSError: no descriptors"))
+def test_ranks_do_not_wait_for_one_that_cannot_form_its_groups_and_its_reason_is_told(busy: World) -> None:
+    busy.finish("c1", status="interrupted", groups_broken=True)
+    steps = busy.host(messages.CallProgressed(call="form-2", done=(1,), failure="rank 1: OSError: no descriptors"))
     (reported,) = messages_of(steps, messages.AbortCollectives)
     assert (reported.ranks, reported.interrupt) == ((0, 2, 3), False)
     assert "rank 1: OSError: no descriptors" in reported.reason
     again = messages.CallProgressed(call="form-2", done=(1, 2), failure="rank 1: OSError: no descriptors")
-    assert not messages_of(world.host(again), messages.AbortCollectives)
+    assert not messages_of(busy.host(again), messages.AbortCollectives)
     error = messages.RankError(ename="RankLost", evalue="groups were not formed", traceback=())
-    (said,) = messages_of(world.finish("form-2", status="error", error=error), messages.CallOutput)
+    (said,) = messages_of(busy.finish("form-2", status="error", error=error), messages.CallOutput)
     assert "could not be formed anew: rank 1: OSError: no descriptors" in said.items[0].item.text
 
 
@@ -615,17 +573,15 @@ def test_where_nccl_may_have_computed_with_garbage_the_step_to_discard_is_named(
         assert "discard the step in which cell 1 ended" in item.item.text
 
 
-def test_ranks_of_a_call_that_is_stopped_hold_their_collectives_until_it_is_over_everywhere() -> None:
-    world = World()
-    world.run()
-    stopped = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
+def test_ranks_of_a_call_that_is_stopped_hold_their_collectives_until_it_is_over_everywhere(busy: World) -> None:
+    stopped = busy.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
     assert [(hold.ranks, hold.about_call) for hold in messages_of(stopped, messages.HoldCollectives)] == [
         ((0, 1, 2, 3), "c1")
     ]
-    again = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1", hard=True))
+    again = busy.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1", hard=True))
     assert not messages_of(again, messages.HoldCollectives)
     # The Stop came too late to end anything: the ranks are let go on all the same.
-    steps = world.in_step(world.finish("c1"))
+    steps = busy.in_step(busy.finish("c1"))
     assert [checked.about_call for checked in messages_of(steps, messages.ResumeCollectives)] == ["c1"]
 
 
@@ -636,62 +592,50 @@ def progressed(world: World, *done: int) -> list[s.Effect]:
     return world.host(messages.CallProgressed(call="c1", done=done))
 
 
-def test_ranks_that_are_done_while_others_go_on_are_asked_and_the_others_are_told_who_has_left() -> None:
-    world = World()
-    world.run()
-    steps = progressed(world, 1)
+def test_ranks_that_are_done_while_others_go_on_are_asked_and_the_others_are_told_who_has_left(busy: World) -> None:
+    steps = progressed(busy, 1)
     assert messages_of(steps, messages.QueryPositions)[0].ranks == (1,)
     (reported,) = messages_of(
-        world.answer(steps, {1: world.position(1, cause="rank 1 raised ValueError: no")}), messages.RanksLeft
+        busy.answer(steps, {1: busy.position(1, cause="rank 1 raised ValueError: no")}), messages.RanksLeft
     )
     assert (reported.call, reported.ranks) == ("c1", (0, 2, 3))
     assert [(left.rank, left.cause) for left in reported.left_positions] == [(1, "rank 1 raised ValueError: no")]
 
 
-def test_a_rank_is_told_of_once_and_those_that_leave_later_too() -> None:
-    world = World()
-    world.run()
-    world.answer(progressed(world, 1), {1: world.position(1)})
-    assert not messages_of(progressed(world, 1), messages.QueryPositions)
-    steps = progressed(world, 1, 3)
+def test_a_rank_is_told_of_once_and_those_that_leave_later_too(busy: World) -> None:
+    busy.answer(progressed(busy, 1), {1: busy.position(1)})
+    assert not messages_of(progressed(busy, 1), messages.QueryPositions)
+    steps = progressed(busy, 1, 3)
     assert messages_of(steps, messages.QueryPositions)[0].ranks == (3,)
-    assert messages_of(world.answer(steps, {3: world.position(3)}), messages.RanksLeft)[0].ranks == (0, 2)
+    assert messages_of(busy.answer(steps, {3: busy.position(3)}), messages.RanksLeft)[0].ranks == (0, 2)
 
 
-def test_a_rank_that_may_still_take_part_is_asked_again_later() -> None:
-    world = World()
-    world.run()
-    steps = world.answer(progressed(world, 1), {1: world.position(1, has_other_collective_threads=True)})
+def test_a_rank_that_may_still_take_part_is_asked_again_later(busy: World) -> None:
+    steps = busy.answer(progressed(busy, 1), {1: busy.position(1, has_other_collective_threads=True)})
     assert not messages_of(steps, messages.RanksLeft)
     (alarm,) = steps_of(steps, s.SetTimer)
-    again = world.state.timer_fired(alarm.name, alarm.delay_s)
-    assert messages_of(world.answer(again, {1: world.position(1)}), messages.RanksLeft)
+    again = busy.state.timer_fired(alarm.name, alarm.delay_s)
+    assert messages_of(busy.answer(again, {1: busy.position(1)}), messages.RanksLeft)
 
 
-def test_nobody_is_told_who_has_left_a_call_that_is_being_stopped() -> None:
-    world = World()
-    world.run()
-    steps = progressed(world, 1)
-    world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
-    assert not messages_of(world.answer(steps, {1: world.position(1)}), messages.RanksLeft)
-    assert not messages_of(progressed(world, 1, 2), messages.QueryPositions)
+def test_nobody_is_told_who_has_left_a_call_that_is_being_stopped(busy: World) -> None:
+    steps = progressed(busy, 1)
+    busy.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
+    assert not messages_of(busy.answer(steps, {1: busy.position(1)}), messages.RanksLeft)
+    assert not messages_of(progressed(busy, 1, 2), messages.QueryPositions)
 
 
-def test_a_stop_of_one_rank_leaves_the_others_to_be_released() -> None:
-    world = World()
-    world.run()
-    world.say(messages.Interrupt(ranks=(1,), target="c1"))
-    steps = progressed(world, 1)
-    assert messages_of(world.answer(steps, {1: world.position(1, last_status="interrupted")}), messages.RanksLeft)
+def test_a_stop_of_one_rank_leaves_the_others_to_be_released(busy: World) -> None:
+    busy.say(messages.Interrupt(ranks=(1,), target="c1"))
+    steps = progressed(busy, 1)
+    assert messages_of(busy.answer(steps, {1: busy.position(1, last_status="interrupted")}), messages.RanksLeft)
 
 
-def test_a_rank_that_was_stopped_before_it_began_is_said_to_have_left() -> None:
-    world = World()
-    world.run()
-    world.say(messages.Interrupt(ranks=(0,)))
-    steps = progressed(world, 0)
-    position = world.position(0, last_call="form-2", last_status="ok", has_begun=False)
-    assert messages_of(world.answer(steps, {0: position}), messages.RanksLeft)[0].ranks == (1, 2, 3)
+def test_a_rank_that_was_stopped_before_it_began_is_said_to_have_left(busy: World) -> None:
+    busy.say(messages.Interrupt(ranks=(0,)))
+    steps = progressed(busy, 0)
+    position = busy.position(0, last_call="form-2", last_status="ok", has_begun=False)
+    assert messages_of(busy.answer(steps, {0: position}), messages.RanksLeft)[0].ranks == (1, 2, 3)
 
 
 @pytest.mark.parametrize(("stopped_by", "asked"), [("one", False), ("two", True)])
@@ -722,9 +666,7 @@ def test_ranks_of_a_host_that_is_done_are_asked_when_another_host_goes_on() -> N
     assert reported[0].ranks == (2, 3)
 
 
-def test_the_end_of_the_call_is_the_end_of_the_question() -> None:
-    world = World()
-    world.run()
-    steps = progressed(world, 1)
-    world.in_step(world.finish("c1", status="error"))
-    assert world.answer(steps, {1: world.position(1)}) == []
+def test_the_end_of_the_call_is_the_end_of_the_question(busy: World) -> None:
+    steps = progressed(busy, 1)
+    busy.in_step(busy.finish("c1", status="error"))
+    assert busy.answer(steps, {1: busy.position(1)}) == []
