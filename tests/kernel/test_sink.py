@@ -65,8 +65,12 @@ def shown(text: str, ranks: tuple[int, ...] = ALL, **options: Any) -> RankDispla
     return RankDisplay(ranks, Display({"text/plain": text}, **options))
 
 
-def test_lines_of_one_stream_that_come_together_are_one_message() -> None:
-    page = Page()
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+def test_lines_of_one_stream_that_come_together_are_one_message(page: Page) -> None:
     page.sink((line("a"), line("b"), line("c", stream="stderr"), line("d", end="")))
     assert [(content["name"], content["text"]) for _, content in page.messages] == [
         ("stdout", "a\nb\n"),
@@ -81,16 +85,14 @@ def test_what_only_some_ranks_say_bears_their_numbers() -> None:
     assert "[0,2]" in page.text()
 
 
-def test_a_notice_is_a_display_of_its_own_and_no_error() -> None:
-    page = Page()
+def test_a_notice_is_a_display_of_its_own_and_no_error(page: Page) -> None:
     page.sink((RankDisplay((1,), Notice("rank 1 was cut short")),))
     ((kind, content),) = page.messages
     assert (kind, content["data"]["text/plain"]) == ("display_data", "[meshbook] rank 1 was cut short")
     assert "meshbook-notice" in content["data"]["text/html"]
 
 
-def test_a_progress_bar_is_one_block_that_is_updated_and_stays_where_it_began() -> None:
-    page = Page()
+def test_a_progress_bar_is_one_block_that_is_updated_and_stays_where_it_began(page: Page) -> None:
     page.sink((bar("  0%| | 0/2"),))
     page.now = 1.0
     page.sink((line("step 1"), bar(" 50%|#| 1/2")))
@@ -101,8 +103,7 @@ def test_a_progress_bar_is_one_block_that_is_updated_and_stays_where_it_began() 
     assert page.kinds().count("display_data") == 1
 
 
-def test_bars_are_drawn_at_most_ten_times_a_second_and_their_last_state_always() -> None:
-    page = Page()
+def test_bars_are_drawn_at_most_ten_times_a_second_and_their_last_state_always(page: Page) -> None:
     for step in range(100):
         page.now = step / 1000
         page.sink((bar(f"{step}%|#| {step}/100"),))
@@ -111,8 +112,7 @@ def test_bars_are_drawn_at_most_ten_times_a_second_and_their_last_state_always()
     assert page.text() == "99%|#| 99/100\n"
 
 
-def test_the_bars_of_ranks_that_differ_are_lines_of_one_block() -> None:
-    page = Page()
+def test_the_bars_of_ranks_that_differ_are_lines_of_one_block(page: Page) -> None:
     page.sink((bar("r0: 10%|#|", (0,)), bar("r1: 20%|#|", (1,))))
     page.now = 1.0
     page.sink((bar("30%|#|", ALL),))
@@ -120,8 +120,7 @@ def test_the_bars_of_ranks_that_differ_are_lines_of_one_block() -> None:
     assert page.text() == "30%|#|\n"
 
 
-def test_bars_that_go_on_stand_in_the_order_of_ranks_whoever_spoke_last() -> None:
-    page = Page()
+def test_bars_that_go_on_stand_in_the_order_of_ranks_whoever_spoke_last(page: Page) -> None:
     page.sink([bar("1/9")])
     for number, rank in enumerate((1, 0, 1)):
         page.now += 1
@@ -130,8 +129,7 @@ def test_bars_that_go_on_stand_in_the_order_of_ranks_whoever_spoke_last() -> Non
         assert numbers == ["0", "1"]
 
 
-def test_a_bar_that_was_cleared_leaves_room_to_what_its_rank_says_next() -> None:
-    page = Page()
+def test_a_bar_that_was_cleared_leaves_room_to_what_its_rank_says_next(page: Page) -> None:
     page.sink((bar("10%|#| 1/10"),))
     page.now = 1.0
     page.sink((line("done training", stream="stderr"),))
@@ -140,8 +138,7 @@ def test_a_bar_that_was_cleared_leaves_room_to_what_its_rank_says_next() -> None
     assert ("stream", {"name": "stderr", "text": "done training\n"}) in page.messages
 
 
-def test_after_a_finished_bar_the_next_one_is_a_block_of_its_own() -> None:
-    page = Page()
+def test_after_a_finished_bar_the_next_one_is_a_block_of_its_own(page: Page) -> None:
     for name in ("a", "b"):
         page.sink((bar(f"{name}: 1%|#|"),))
         page.now += 1.0
@@ -152,8 +149,7 @@ def test_after_a_finished_bar_the_next_one_is_a_block_of_its_own() -> None:
     assert page.kinds().count("display_data") == 2
 
 
-def test_a_display_of_all_ranks_bears_no_label_and_one_of_some_does() -> None:
-    page = Page()
+def test_a_display_of_all_ranks_bears_no_label_and_one_of_some_does(page: Page) -> None:
     page.sink((shown("equal"), shown("other", (1,))))
     assert page.text() == "equal\nrank 1:\nother\n"
 
@@ -166,14 +162,12 @@ def test_equal_displays_that_come_one_after_the_other_are_one_on_the_page() -> N
     assert page.text() == "ranks 0-2:\nfigure\nmeanwhile\n"
 
 
-def test_equal_displays_of_one_rank_are_several() -> None:
-    page = Page()
+def test_equal_displays_of_one_rank_are_several(page: Page) -> None:
     page.sink((shown("figure", (1,)), shown("figure", (1,)), shown("figure", (0,))))
     assert page.text() == "ranks 0-1:\nfigure\nrank 1:\nfigure\n"
 
 
-def test_an_update_reaches_a_display_that_was_folded_late() -> None:
-    page = Page()
+def test_an_update_reaches_a_display_that_was_folded_late(page: Page) -> None:
     page.sink((shown("figure", (1,), display_id="x"),))
     page.sink((shown("figure", (0,), display_id="x"),))
     page.sink((shown("new", ALL, display_id="x", update=True),))
@@ -192,15 +186,13 @@ def test_of_many_different_displays_four_are_shown_and_the_others_are_kept_and_n
     assert "%mesh show 4" in page.text()
 
 
-def test_many_displays_of_one_rank_are_not_taken_for_many_different_ones() -> None:
-    page = Page()
+def test_many_displays_of_one_rank_are_not_taken_for_many_different_ones(page: Page) -> None:
     page.sink(tuple(shown(str(number)) for number in range(20)))
     page.sink.close()
     assert page.text() == "".join(f"{number}\n" for number in range(20))
 
 
-def test_displays_that_ranks_made_side_by_side_come_in_the_order_of_ranks() -> None:
-    page = Page()
+def test_displays_that_ranks_made_side_by_side_come_in_the_order_of_ranks(page: Page) -> None:
     page.sink((shown("of 1", (1,)), shown("of 0", (0,)), line("between"), shown("next of 1", (1,))))
     assert page.text() == "rank 0:\nof 0\nrank 1:\nof 1\nbetween\nrank 1:\nnext of 1\n"
 
@@ -240,15 +232,13 @@ def test_what_was_left_out_can_be_had_by_rank() -> None:
         kept.for_ranks((1,))
 
 
-def test_an_update_reaches_the_display_of_its_ranks_alone() -> None:
-    page = Page()
+def test_an_update_reaches_the_display_of_its_ranks_alone(page: Page) -> None:
     page.sink((shown("a0", (0,), display_id="x"), shown("a1", (1,), display_id="x")))
     page.sink((shown("b1", (1,), display_id="x", update=True),))
     assert page.text() == "rank 0:\na0\nrank 1:\nb1\n"
 
 
-def test_when_all_ranks_clear_their_output_the_page_is_empty() -> None:
-    page = Page()
+def test_when_all_ranks_clear_their_output_the_page_is_empty(page: Page) -> None:
     page.sink((line("a"), shown("b"), RankDisplay(ALL, ClearOutput()), line("c")))
     assert page.text() == "c\n"
 
@@ -257,14 +247,12 @@ def clear(*ranks: int, wait: bool = True) -> RankDisplay:
     return RankDisplay(ranks or ALL, ClearOutput(wait))
 
 
-def test_when_one_rank_clears_its_output_the_others_is_still_there() -> None:
-    page = Page()
+def test_when_one_rank_clears_its_output_the_others_is_still_there(page: Page) -> None:
     page.sink((line("ours"), line("mine", (0,)), line("theirs", (1,)), clear(0, wait=False)))
     assert page.text() == "[1] ours\n[1] theirs\n"
 
 
-def test_a_page_that_is_to_be_cleared_with_the_next_output_stays_until_then() -> None:
-    page = Page()
+def test_a_page_that_is_to_be_cleared_with_the_next_output_stays_until_then(page: Page) -> None:
     page.sink((line("of 0", (0,)), line("of 1", (1,)), clear(wait=True)))
     assert page.text() == "[0] of 0\n[1] of 1\n"
     page.sink((line("new", (1,)),))
@@ -316,8 +304,7 @@ def test_an_equal_display_of_a_rank_that_came_later_stays_when_the_first_one_cle
     assert page.text() == "ranks 0,2:\nfigure\n[1] next\n"
 
 
-def test_a_finished_bar_and_a_notice_of_ranks_that_have_not_cleared_stay() -> None:
-    page = Page()
+def test_a_finished_bar_and_a_notice_of_ranks_that_have_not_cleared_stay(page: Page) -> None:
     page.sink((bar("50%|#| 1/2", (1,)), RankDisplay((1,), Notice("cut short"))))
     page.now = 1.0
     page.sink((line("100%|##| 2/2", (1,), stream="stderr"),))
@@ -327,8 +314,7 @@ def test_a_finished_bar_and_a_notice_of_ranks_that_have_not_cleared_stay() -> No
     assert sorted(page.text().splitlines()) == ["[0] next", "[1] 100%|##| 2/2", "[meshbook] cut short"]
 
 
-def test_a_display_that_ranks_update_differently_shows_each() -> None:
-    page = Page()
+def test_a_display_that_ranks_update_differently_shows_each(page: Page) -> None:
     page.sink((shown("start", display_id="x"), line("after")))
     page.sink((shown("loss 2", (0,), display_id="x", update=True), shown("loss 3", (1,), display_id="x", update=True)))
     assert page.text() == "[0] loss 2\n[1] loss 3\nafter\n"
@@ -336,8 +322,7 @@ def test_a_display_that_ranks_update_differently_shows_each() -> None:
     assert page.text() == "end\nafter\n"
 
 
-def test_pictures_that_ranks_update_differently_are_one_above_the_other() -> None:
-    page = Page()
+def test_pictures_that_ranks_update_differently_are_one_above_the_other(page: Page) -> None:
     page.sink((shown("start", display_id="x"),))
     for rank in ALL:
         data = {"text/plain": "<Figure>", "image/png": f"png{rank}"}
@@ -361,8 +346,7 @@ def test_an_update_from_a_later_call_shows_each_ranks_own_too() -> None:
     assert messages[-1]["data"]["text/plain"] == "[0] of 0\n[1] of 1"
 
 
-def test_an_update_of_a_display_that_its_rank_has_cleared_has_no_effect() -> None:
-    page = Page()
+def test_an_update_of_a_display_that_its_rank_has_cleared_has_no_effect(page: Page) -> None:
     page.sink((shown("start", display_id="x"), clear(0), line("next", (0,))))
     page.sink((shown("late", (0,), display_id="x", update=True),))
     assert page.text() == "rank 1:\nstart\n[0] next\n"

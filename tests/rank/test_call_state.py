@@ -47,17 +47,26 @@ class Rank:
         self.state.ended(call, "cell", Outcome(status=status, error=error), now=2.0)
 
 
-def test_a_call_has_begun_from_its_beginning_on_and_not_while_it_is_queued() -> None:
-    rank = Rank()
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+@pytest.fixture
+def running(rank: Rank) -> Rank:
+    """In call A."""
     rank.begin(A)
-    rank.state.ranks_left(B, [left(1)])  # B is queued, or was cancelled
-    assert (rank.state.has_begun(A), rank.state.has_begun(B)) == (True, False)
-    rank.end(A)
-    assert rank.state.has_begun(A)
+    return rank
 
 
-def test_a_call_that_ends_well_holds_nothing() -> None:
-    rank = Rank()
+def test_a_call_has_begun_from_its_beginning_on_and_not_while_it_is_queued(running: Rank) -> None:
+    running.state.ranks_left(B, [left(1)])  # B is queued, or was cancelled
+    assert (running.state.has_begun(A), running.state.has_begun(B)) == (True, False)
+    running.end(A)
+    assert running.state.has_begun(A)
+
+
+def test_a_call_that_ends_well_holds_nothing(rank: Rank) -> None:
     assert rank.begin(A) == ()
     assert rank.state.running_call_id == A
     assert rank.end(A) == ()
@@ -68,8 +77,7 @@ def test_a_call_that_ends_well_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("status", ["error", "interrupted"])
-def test_a_call_that_does_not_end_well_holds_collectives_until_positions_are_checked(status: str) -> None:
-    rank = Rank()
+def test_a_call_that_does_not_end_well_holds_collectives_until_positions_are_checked(rank: Rank, status: str) -> None:
     rank.begin(A)
     assert rank.end(A, status) == HOLD
     assert rank.state.positions_checked(B) == ()
@@ -77,48 +85,38 @@ def test_a_call_that_does_not_end_well_holds_collectives_until_positions_are_che
     assert rank.state.positions_checked(A) == ()
 
 
-def test_a_stop_of_the_running_call_holds_when_it_ends_even_if_it_ends_well() -> None:
-    rank = Rank()
-    rank.begin(A)
-    assert rank.state.stop_reported(A) == ()  # its own collectives must go on: they are ended in other ways
-    assert rank.end(A) == HOLD
+def test_a_stop_of_the_running_call_holds_when_it_ends_even_if_it_ends_well(running: Rank) -> None:
+    assert running.state.stop_reported(A) == ()  # its own collectives must go on: they are ended in other ways
+    assert running.end(A) == HOLD
 
 
-def test_a_stop_that_comes_between_the_end_of_the_code_and_the_report_holds_at_once() -> None:
-    rank = Rank()
-    rank.begin(A)
-    assert rank.state.concluded(A, succeeded=True) == ()
-    assert rank.state.stop_reported(A) == HOLD
-    rank.report(A)
-    assert rank.state.positions_checked(A) == RESUME
+def test_a_stop_that_comes_between_the_end_of_the_code_and_the_report_holds_at_once(running: Rank) -> None:
+    assert running.state.concluded(A, succeeded=True) == ()
+    assert running.state.stop_reported(A) == HOLD
+    running.report(A)
+    assert running.state.positions_checked(A) == RESUME
 
 
-def test_a_stop_that_comes_after_the_end_holds_at_once() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.end(A)
-    assert rank.state.stop_reported(A) == HOLD
+def test_a_stop_that_comes_after_the_end_holds_at_once(running: Rank) -> None:
+    running.end(A)
+    assert running.state.stop_reported(A) == HOLD
 
 
-def test_a_stop_of_an_earlier_call_leaves_the_running_one_alone() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.end(A)
-    rank.begin(B)
-    assert rank.state.stop_reported(A) == ()
-    assert rank.end(B) == ()
+def test_a_stop_of_an_earlier_call_leaves_the_running_one_alone(running: Rank) -> None:
+    running.end(A)
+    running.begin(B)
+    assert running.state.stop_reported(A) == ()
+    assert running.end(B) == ()
 
 
-def test_a_stop_of_a_call_that_has_not_begun_holds_and_the_check_takes_it_back() -> None:
-    rank = Rank()
+def test_a_stop_of_a_call_that_has_not_begun_holds_and_the_check_takes_it_back(rank: Rank) -> None:
     assert rank.state.stop_reported(A) == HOLD
     assert rank.state.positions_checked(A) == RESUME
     rank.begin(A)
     assert rank.end(A) == ()
 
 
-def test_a_second_report_of_the_same_end_holds_again_and_changes_nothing_else() -> None:
-    rank = Rank()
+def test_a_second_report_of_the_same_end_holds_again_and_changes_nothing_else(rank: Rank) -> None:
     rank.begin(A)
     assert rank.end(A) == ()
     assert rank.end(A, "error") == HOLD
@@ -126,18 +124,15 @@ def test_a_second_report_of_the_same_end_holds_again_and_changes_nothing_else() 
     assert rank.state.positions_checked(A) == RESUME
 
 
-def test_forming_groups_makes_checks_of_earlier_calls_obsolete() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.end(A, "error")
-    rank.begin(B)
-    rank.state.groups_forming()
-    assert rank.end(B) == ()
-    assert rank.state.positions_checked(A) == ()
+def test_forming_groups_makes_checks_of_earlier_calls_obsolete(running: Rank) -> None:
+    running.end(A, "error")
+    running.begin(B)
+    running.state.groups_forming()
+    assert running.end(B) == ()
+    assert running.state.positions_checked(A) == ()
 
 
-def test_a_fault_while_groups_are_formed_holds_until_they_are_formed_again() -> None:
-    rank = Rank()
+def test_a_fault_while_groups_are_formed_holds_until_they_are_formed_again(rank: Rank) -> None:
     rank.begin(B)
     rank.state.groups_forming()
     assert rank.end(B, "error") == HOLD
@@ -152,56 +147,44 @@ def test_a_fault_while_groups_are_formed_holds_until_they_are_formed_again() -> 
 # Ranks that have left
 
 
-def test_departures_from_the_running_call_are_watched_once() -> None:
-    rank = Rank()
-    rank.begin(A)
-    assert rank.state.ranks_left(A, [left(1)]) == WATCH
-    assert rank.state.ranks_left(A, [left(2)]) == ()
-    assert rank.state.watched_departures() == (A, (left(1), left(2)))
+def test_departures_from_the_running_call_are_watched_once(running: Rank) -> None:
+    assert running.state.ranks_left(A, [left(1)]) == WATCH
+    assert running.state.ranks_left(A, [left(2)]) == ()
+    assert running.state.watched_departures() == (A, (left(1), left(2)))
 
 
-def test_a_later_position_of_a_rank_replaces_its_earlier_one() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.state.ranks_left(A, [left(1)])
-    rank.state.ranks_left(A, [left(1, "it failed")])
-    assert rank.state.departed(A) == (left(1, "it failed"),)
+def test_a_later_position_of_a_rank_replaces_its_earlier_one(running: Rank) -> None:
+    running.state.ranks_left(A, [left(1)])
+    running.state.ranks_left(A, [left(1, "it failed")])
+    assert running.state.departed(A) == (left(1, "it failed"),)
 
 
-def test_departures_from_a_queued_call_are_watched_when_it_begins() -> None:
-    rank = Rank()
-    rank.begin(A)
-    assert rank.state.ranks_left(B, [left(1)]) == ()
-    rank.end(A)
-    assert rank.begin(B) == WATCH
+def test_departures_from_a_queued_call_are_watched_when_it_begins(running: Rank) -> None:
+    assert running.state.ranks_left(B, [left(1)]) == ()
+    running.end(A)
+    assert running.begin(B) == WATCH
 
 
-def test_the_watch_ends_with_the_call_and_another_call_starts_its_own() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.state.ranks_left(A, [left(1)])
-    rank.state.ranks_left(B, [left(1)])
-    rank.end(A)
-    assert rank.state.watched_departures() is None
-    assert rank.begin(B) == WATCH
+def test_the_watch_ends_with_the_call_and_another_call_starts_its_own(running: Rank) -> None:
+    running.state.ranks_left(A, [left(1)])
+    running.state.ranks_left(B, [left(1)])
+    running.end(A)
+    assert running.state.watched_departures() is None
+    assert running.begin(B) == WATCH
 
 
-def test_a_watch_that_has_not_noticed_the_end_of_its_call_goes_on_with_the_next() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.state.ranks_left(A, [left(1)])
-    rank.state.ranks_left(B, [left(2)])
-    rank.end(A)
-    assert rank.begin(B) == ()
-    assert rank.state.watched_departures() == (B, (left(2),))
+def test_a_watch_that_has_not_noticed_the_end_of_its_call_goes_on_with_the_next(running: Rank) -> None:
+    running.state.ranks_left(A, [left(1)])
+    running.state.ranks_left(B, [left(2)])
+    running.end(A)
+    assert running.begin(B) == ()
+    assert running.state.watched_departures() == (B, (left(2),))
 
 
-def test_a_watch_that_failed_can_start_again() -> None:
-    rank = Rank()
-    rank.begin(A)
-    assert rank.state.ranks_left(A, [left(1)]) == WATCH
-    rank.state.watch_ended()
-    assert rank.state.ranks_left(A, [left(2)]) == WATCH
+def test_a_watch_that_failed_can_start_again(running: Rank) -> None:
+    assert running.state.ranks_left(A, [left(1)]) == WATCH
+    running.state.watch_ended()
+    assert running.state.ranks_left(A, [left(2)]) == WATCH
 
 
 def test_without_groups_nobody_can_be_waited_for() -> None:
@@ -210,16 +193,14 @@ def test_without_groups_nobody_can_be_waited_for() -> None:
     assert rank.state.ranks_left(A, [left(1)]) == ()
 
 
-def test_a_call_that_has_ended_is_not_released() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.state.ranks_left(A, [left(1)])
-    assert rank.state.release_from(A, aborted())
-    rank.end(A, "error")
-    assert not rank.state.release_from(A, aborted())
-    rank.begin(B)
-    assert not rank.state.release_from(A, aborted())
-    assert rank.state.release_error is None
+def test_a_call_that_has_ended_is_not_released(running: Rank) -> None:
+    running.state.ranks_left(A, [left(1)])
+    assert running.state.release_from(A, aborted())
+    running.end(A, "error")
+    assert not running.state.release_from(A, aborted())
+    running.begin(B)
+    assert not running.state.release_from(A, aborted())
+    assert running.state.release_error is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,8 +211,7 @@ def failed(released_from: str | None = None) -> RankError:
     return RankError(ename="ValueError", evalue="no\nmore", traceback=(), released_from=released_from)
 
 
-def test_others_are_told_why_they_wait_for_this_rank() -> None:
-    rank = Rank()
+def test_others_are_told_why_they_wait_for_this_rank(rank: Rank) -> None:
     for status, error, reason in (
         ("error", failed(), "rank 0 raised ValueError: no"),
         ("interrupted", failed(), "rank 0 was stopped"),
@@ -242,17 +222,14 @@ def test_others_are_told_why_they_wait_for_this_rank() -> None:
         assert rank.state.leave_reason == reason
 
 
-def test_a_rank_that_was_released_names_the_first_cause() -> None:
-    rank = Rank()
-    rank.begin(A)
-    rank.state.release_from(A, aborted("rank 3 raised KeyError"))
-    rank.state.transport_failed(aborted("a consequence"))
-    rank.end(A, "error", failed(released_from="all_reduce at line 1"))
-    assert rank.state.leave_reason == "rank 3 raised KeyError"
+def test_a_rank_that_was_released_names_the_first_cause(running: Rank) -> None:
+    running.state.release_from(A, aborted("rank 3 raised KeyError"))
+    running.state.transport_failed(aborted("a consequence"))
+    running.end(A, "error", failed(released_from="all_reduce at line 1"))
+    assert running.state.leave_reason == "rank 3 raised KeyError"
 
 
-def test_positions_before_calls_are_remembered_for_the_last_ones() -> None:
-    rank = Rank()
+def test_positions_before_calls_are_remembered_for_the_last_ones(rank: Rank) -> None:
     for number in range(call_state._MAX_REMEMBERED_CALLS + 1):
         rank.begin(CallId(f"c-{number}"), last_seq=number)
     assert rank.state.seq_before(CallId("c-1"), 99) == 1

@@ -59,7 +59,8 @@ class Future:
         self.errors.append(error)
 
 
-def new_health() -> GroupHealth:
+@pytest.fixture
+def health() -> GroupHealth:
     return GroupHealth(GroupLabel("dp", (0, 1)), CollectiveRing(), [])
 
 
@@ -68,8 +69,7 @@ def finish_failed(health: GroupHealth, error: BaseException, work: Any = None, *
     return health.finish_failed(record, error, health.connection_version, work, launched=launched)
 
 
-def test_an_error_of_nccl_at_the_launch_breaks_the_group_and_wrong_arguments_do_not() -> None:
-    health = new_health()
+def test_an_error_of_nccl_at_the_launch_breaks_the_group_and_wrong_arguments_do_not(health: GroupHealth) -> None:
     wrong = ValueError("tensors must have the same dtype")
     assert finish_failed(health, wrong, launched=False) is wrong
     assert health.failure is None
@@ -80,23 +80,22 @@ def test_an_error_of_nccl_at_the_launch_breaks_the_group_and_wrong_arguments_do_
     assert "NCCL error: remote process exited" in health.failure.reason
 
 
-def test_an_operation_that_fails_at_once_twice_has_failed() -> None:
+def test_an_operation_that_fails_at_once_twice_has_failed(health: GroupHealth) -> None:
     closed = RuntimeError("Connection closed by peer")
     work = Operation(RuntimeError("the slice expired"), closed)
     with pytest.raises(RuntimeError) as raised:
-        new_health().wait_in_slices(work)
+        health.wait_in_slices(work)
     assert raised.value is closed
     assert work.num_waits == 2
 
 
-def test_a_wait_that_ends_between_two_slices_returns() -> None:
+def test_a_wait_that_ends_between_two_slices_returns(health: GroupHealth) -> None:
     work = Operation(RuntimeError("the slice expired"), None)
-    new_health().wait_in_slices(work)
+    health.wait_in_slices(work)
     assert work.num_waits == 2
 
 
-def test_a_wait_in_an_aborted_group_raises_after_its_slice() -> None:
-    health = new_health()
+def test_a_wait_in_an_aborted_group_raises_after_its_slice(health: GroupHealth) -> None:
     health.invalidate(GroupFailure("rank 1 is gone", RankLost("rank 1 is gone")))
     work = Operation(RuntimeError("Connection closed by peer"), None)
     with pytest.raises(RuntimeError):
@@ -104,34 +103,30 @@ def test_a_wait_in_an_aborted_group_raises_after_its_slice() -> None:
     assert work.num_waits == 1
 
 
-def test_the_timeout_of_a_slice_is_not_the_context_of_an_interrupt() -> None:
+def test_the_timeout_of_a_slice_is_not_the_context_of_an_interrupt(health: GroupHealth) -> None:
     with pytest.raises(KeyboardInterrupt) as raised:
-        new_health().wait_in_slices(Operation(RuntimeError("the slice expired"), KeyboardInterrupt()))
+        health.wait_in_slices(Operation(RuntimeError("the slice expired"), KeyboardInterrupt()))
     assert raised.value.__context__ is None
 
 
-def test_wrong_arguments_leave_the_group_usable() -> None:
-    health = new_health()
+def test_wrong_arguments_leave_the_group_usable(health: GroupHealth) -> None:
     error = ValueError("sizes differ")
     assert finish_failed(health, error, launched=False) is error
     assert health.failure is None
 
 
-def test_a_collective_that_was_interrupted_and_has_completed_leaves_the_group_usable() -> None:
-    health = new_health()
+def test_a_collective_that_was_interrupted_and_has_completed_leaves_the_group_usable(health: GroupHealth) -> None:
     finish_failed(health, KeyboardInterrupt(), Operation(None, completed=True), launched=True)
     assert health.failure is None
 
 
-def test_a_collective_that_was_interrupted_under_way_breaks_the_group() -> None:
-    health = new_health()
+def test_a_collective_that_was_interrupted_under_way_breaks_the_group(health: GroupHealth) -> None:
     finish_failed(health, KeyboardInterrupt(), Operation(completed=False), launched=True)
     assert health.failure is not None
     assert health.failure.reason == "all_reduce #1 was interrupted"
 
 
-def test_the_error_of_an_abort_replaces_that_of_the_closed_connection() -> None:
-    health = new_health()
+def test_the_error_of_an_abort_replaces_that_of_the_closed_connection(health: GroupHealth) -> None:
     health.invalidate(GroupFailure("rank 1 is gone", RankLost("rank 1 is gone")))
     raised = finish_failed(health, RuntimeError("Connection closed by peer"), launched=True)
     assert type(raised) is RankLost
@@ -156,22 +151,21 @@ def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_at_once")
-def test_a_collective_that_fails_without_a_reason_asks_and_raises_the_one_that_comes() -> None:
-    health = new_health()
+def test_a_collective_that_fails_without_a_reason_asks_and_raises_the_one_that_comes(health: GroupHealth) -> None:
     gone = GroupFailure("rank 1 is gone", RankLost("rank 1 is gone"))
     health.exits = Answers(lambda: health.invalidate(gone)).questions
     assert type(finish_failed(health, RuntimeError("Connection closed by peer"), launched=True)) is RankLost
 
 
 @pytest.mark.usefixtures("asks_at_once")
-def test_a_collective_that_fails_while_all_ranks_live_raises_its_own_error() -> None:
-    health, closed = new_health(), RuntimeError("Connection closed by peer")
+def test_a_collective_that_fails_while_all_ranks_live_raises_its_own_error(health: GroupHealth) -> None:
+    closed = RuntimeError("Connection closed by peer")
     health.exits = Answers().questions
     assert finish_failed(health, closed, launched=True) is closed
 
 
-def test_wrong_arguments_are_not_asked_about() -> None:
-    health, answers = new_health(), Answers()
+def test_wrong_arguments_are_not_asked_about(health: GroupHealth) -> None:
+    answers = Answers()
     health.exits = answers.questions
     finish_failed(health, ValueError("sizes differ"), launched=False)
     assert answers.num_asked == 0
@@ -189,8 +183,7 @@ def test_a_group_that_cannot_connect_because_a_rank_has_ended_says_so() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
 
-def test_an_operation_of_former_connections_does_not_break_the_new_ones() -> None:
-    health = new_health()
+def test_an_operation_of_former_connections_does_not_break_the_new_ones(health: GroupHealth) -> None:
     record, version = health.ring.begin("all_reduce", health.label), health.connection_version
     health.reset()
     raised = health.finish_failed(record, RuntimeError("closed"), version, None, launched=True)
@@ -199,8 +192,9 @@ def test_an_operation_of_former_connections_does_not_break_the_new_ones() -> Non
 
 
 @pytest.mark.usefixtures("asks_at_once")
-def test_a_failure_whose_reason_comes_when_the_group_is_formed_anew_does_not_break_the_new_connections() -> None:
-    health = new_health()
+def test_a_failure_whose_reason_comes_when_the_group_is_formed_anew_does_not_break_the_new_connections(
+    health: GroupHealth,
+) -> None:
     record, version = health.ring.begin("all_reduce", health.label), health.connection_version
     health.exits = Answers(health.reset).questions  # while the thread of gloo's future asks
     raised = health.finish_failed(record, RuntimeError("Connection reset by peer"), version, None, launched=True)
@@ -209,8 +203,7 @@ def test_a_failure_whose_reason_comes_when_the_group_is_formed_anew_does_not_bre
     health.wait_until_allowed("all_gather")
 
 
-def test_a_collective_of_a_broken_group_is_refused_with_the_reason_and_what_to_do() -> None:
-    health = new_health()
+def test_a_collective_of_a_broken_group_is_refused_with_the_reason_and_what_to_do(health: GroupHealth) -> None:
     health.invalidate(GroupFailure("all_reduce #1 was interrupted"))
     with pytest.raises(
         GroupBroken, match=r"ranks 0-1 is broken \(all_reduce #1 was interrupted\).* run the cell again"
@@ -218,15 +211,14 @@ def test_a_collective_of_a_broken_group_is_refused_with_the_reason_and_what_to_d
         health.wait_until_allowed("barrier")
 
 
-def test_a_collective_that_waits_for_a_rank_which_has_left_raises_why_it_left() -> None:
-    health = new_health()
+def test_a_collective_that_waits_for_a_rank_which_has_left_raises_why_it_left(health: GroupHealth) -> None:
     health.invalidate(GroupFailure("rank 1 left", CollectiveAborted("rank 1 left the cell")))
     with pytest.raises(CollectiveAborted, match="rank 1 left the cell"):
         health.wait_until_allowed("barrier")
 
 
-def test_a_broken_group_fails_its_futures_and_one_that_comes_later_learns_why() -> None:
-    health, future = new_health(), Future()
+def test_a_broken_group_fails_its_futures_and_one_that_comes_later_learns_why(health: GroupHealth) -> None:
+    future = Future()
     health.add_future(health.ring.begin("all_reduce", health.label), future)
     health.invalidate(GroupFailure("rank 1 is gone"))
     assert [type(error) for error in future.errors] == [GroupBroken]
@@ -236,15 +228,13 @@ def test_a_broken_group_fails_its_futures_and_one_that_comes_later_learns_why() 
     assert failure.reason == "rank 1 is gone"
 
 
-def test_a_future_is_claimed_once() -> None:
-    health = new_health()
+def test_a_future_is_claimed_once(health: GroupHealth) -> None:
     record = health.ring.begin("all_reduce", health.label)
     health.add_future(record, Future())
     assert [health.claim_future(record), health.claim_future(record)] == [True, False]
 
 
-def test_a_signal_while_a_collective_is_recorded_makes_the_count_doubtful() -> None:
-    health = new_health()
+def test_a_signal_while_a_collective_is_recorded_makes_the_count_doubtful(health: GroupHealth) -> None:
     health.ring.begin("all_reduce", health.label)
     health.mark_interrupted_start("all_reduce", KeyboardInterrupt())
     assert health.label.is_doubtful

@@ -24,13 +24,7 @@ class LostRank(World):
             call = f"before-{number}"
             self.say(messages.RunCell(call=call, ranks=(0, 1, 2, 3), label=f"cell {number}", **options))  # type: ignore[arg-type]
             self.finish(call)
-        self.lose(1)
-
-    def lose(self, rank: int) -> list[s.Effect]:
-        exited = messages.RankExited(
-            rank=rank, pid=7, exit_code=None, signal=9, host="box", last_lines=(), last_collective=None
-        )
-        return self.host(exited)
+        self.kill(1)
 
     def heal(self, call: str = "heal", **options: Any) -> list[s.Effect]:
         return self.say(messages.HealMesh(call=call, **options))  # type: ignore[arg-type]
@@ -76,7 +70,7 @@ def test_the_steps_are_start_form_replay_share() -> None:
 
 def test_each_host_starts_its_own_ranks() -> None:
     mesh = LostRank(num_hosts=2)
-    mesh.lose(3)
+    mesh.kill(3)
     starts = [step for step in mesh.heal() if isinstance(step, s.SendToHosts)]
     found = {
         step.hosts: (step.message.ranks, step.message.incarnations)
@@ -88,7 +82,7 @@ def test_each_host_starts_its_own_ranks() -> None:
 
 def test_a_new_process_is_not_dead_because_its_host_had_not_heard_of_the_heal_when_it_reported() -> None:
     mesh = LostRank(num_hosts=2)
-    mesh.lose(3)
+    mesh.kill(3)
     mesh.heal()
     former = messages.RankInfo(rank=3, state="dead", host="box", pid=7, exit="was killed by SIGKILL")
     mesh.host(messages.HostHeartbeat(host=1, ranks=(former,)), 1)
@@ -225,13 +219,13 @@ def test_a_second_attempt_at_the_same_time_is_refused() -> None:
 def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_another_may_follow() -> None:
     mesh = LostRank()
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
-    mesh.lose(2)
+    mesh.kill(2)
     failed = mesh.finish(form.call, status="lost")
     assert "could not be healed: the process groups could not be formed" in refusal(failed)
     (ended,) = messages_of(failed, messages.KillRanks)
     assert ended.ranks == (1,)  # it lacks what the others hold
     assert messages_of(mesh.heal("again"), messages.StartRanks) == []
-    (start,) = messages_of(mesh.lose(1), messages.StartRanks)
+    (start,) = messages_of(mesh.kill(1), messages.StartRanks)
     assert start.ranks == (1, 2)
 
 
@@ -251,7 +245,7 @@ def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: i
     mesh = LostRank(cells=[{"source": "import a"}])
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     (replay,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ReplayCells)
-    mesh.lose(victim)
+    mesh.kill(victim)
     if victim == 1:
         failed = mesh.finish(replay.call, ranks=(1,), status="lost")
     else:
@@ -259,7 +253,7 @@ def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: i
     text = refusal(failed)
     assert "could not be healed" in text
     assert "%mesh heal" in text
-    again = mesh.heal("again") + (mesh.lose(1) if victim == 3 else [])
+    again = mesh.heal("again") + (mesh.kill(1) if victim == 3 else [])
     (start,) = messages_of(again, messages.StartRanks)
     assert start.ranks == tuple({1, victim})
 
@@ -286,10 +280,7 @@ def test_nothing_is_replayed_or_shared_if_that_is_not_wanted() -> None:
 def test_healing_waits_for_the_end_of_the_call_in_which_the_rank_was_lost_and_for_no_other() -> None:
     mesh = World()
     mesh.run("c1")
-    exited = messages.RankExited(
-        rank=1, pid=7, exit_code=None, signal=9, host="box", last_lines=(), last_collective=None
-    )
-    mesh.host(exited)
+    mesh.kill(1)
     assert mesh.say(messages.HealMesh(call="heal")) == []  # type: ignore[arg-type]
     (start,) = messages_of(mesh.finish("c1", status="interrupted"), messages.StartRanks)
     assert start.ranks == (1,)

@@ -98,8 +98,12 @@ def texts(items: Iterable[FoldedItem]) -> list[str]:
     return found
 
 
-def test_output_is_kept_in_order_with_what_came_at_the_end() -> None:
-    kept = Kept()
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+def test_output_is_kept_in_order_with_what_came_at_the_end(kept: Kept) -> None:
     call = kept.begin(1)
     kept.printed(call, (line("first"), line("of one", 1)), 0.0)
     kept.printed("no cell", (line("elsewhere"),), 0.0)
@@ -112,15 +116,13 @@ def test_output_is_kept_in_order_with_what_came_at_the_end() -> None:
     assert finished.seconds == 1.0
 
 
-def test_output_of_a_thread_that_outlives_its_cell_is_kept_with_it() -> None:
-    kept = Kept()
+def test_output_of_a_thread_that_outlives_its_cell_is_kept_with_it(kept: Kept) -> None:
     call = kept.cell(line("in time"))
     kept.printed(call, (line("late"),), 9.0)
     assert texts(kept.of().items) == ["in time", "late"]
 
 
-def test_of_a_progress_bar_the_present_state_is_kept_and_of_one_that_stood_still_the_last() -> None:
-    kept = Kept()
+def test_of_a_progress_bar_the_present_state_is_kept_and_of_one_that_stood_still_the_last(kept: Kept) -> None:
     call = kept.begin(1)
     for percent in range(100):
         kept.printed(call, (line(f"{percent}%", live=True),), 0.0)
@@ -139,8 +141,7 @@ def test_of_a_progress_bar_the_present_state_is_kept_and_of_one_that_stood_still
     ]
 
 
-def test_what_all_ranks_clear_is_not_kept_and_with_wait_once_something_follows() -> None:
-    kept = Kept()
+def test_what_all_ranks_clear_is_not_kept_and_with_wait_once_something_follows(kept: Kept) -> None:
     call = kept.begin(1)
     kept.printed(call, (line("old"), image("old"), clear(wait=True)), 0.0)
     assert texts(kept.of().items) == ["old", "old"]
@@ -152,8 +153,7 @@ def test_what_all_ranks_clear_is_not_kept_and_with_wait_once_something_follows()
     assert kept.num_bytes == 0
 
 
-def test_what_one_rank_clears_takes_its_numbers_out_of_lines_that_others_share() -> None:
-    kept = Kept()
+def test_what_one_rank_clears_takes_its_numbers_out_of_lines_that_others_share(kept: Kept) -> None:
     numbers = (VaryingNumber(0, ("4", "2")),)
     folded = line("step {4, 2} of 5", first_text="step 4 of 5", varying_numbers=numbers)
     kept.cell(clear(0, 1, wait=True), folded, clear(0, wait=True), line("step 5 of 5", 0))
@@ -161,8 +161,7 @@ def test_what_one_rank_clears_takes_its_numbers_out_of_lines_that_others_share()
     assert [(one.ranks, one.text) for one in lines] == [((1,), "step 2 of 5"), ((0,), "step 5 of 5")]
 
 
-def test_what_one_rank_clears_the_others_keep() -> None:
-    kept = Kept()
+def test_what_one_rank_clears_the_others_keep(kept: Kept) -> None:
     call = kept.begin(1)
     kept.printed(call, (line("of both"), line("of one", 1), image("of one", 1), line("40%", live=True)), 0.0)
     before = kept.num_bytes
@@ -180,8 +179,7 @@ def test_what_one_rank_clears_the_others_keep() -> None:
     assert kept.num_bytes == 0
 
 
-def test_a_display_that_is_updated_is_kept_as_it_is_last_on_each_rank() -> None:
-    kept = Kept()
+def test_a_display_that_is_updated_is_kept_as_it_is_last_on_each_rank(kept: Kept) -> None:
     call = kept.begin(1)
     kept.printed(call, (image("0", display_id="a"), image("other", display_id="b"), line("after")), 0.0)
     for step in range(1, 50):
@@ -254,8 +252,7 @@ def test_there_are_at_most_so_many_cells() -> None:
     assert [entry.number for entry in kept.mark(kept.entries) if entry.num_lines is not None] == [7, 8, 9]
 
 
-def test_of_a_value_what_is_shown_is_kept_and_of_an_error_its_traceback() -> None:
-    kept = Kept()
+def test_of_a_value_what_is_shown_is_kept_and_of_an_error_its_traceback(kept: Kept) -> None:
     value = Value(Preview("plain", "int", "42", html="<b>42</b>"), ref="r1", payload=Payload(b"x" * 100))
     call = kept.begin(1)
     kept.end(call, value=value, bound_names=("x",))
@@ -273,8 +270,7 @@ def test_of_a_value_what_is_shown_is_kept_and_of_an_error_its_traceback() -> Non
     assert [entry.num_lines for entry in kept.mark(kept.entries)] == [0, 0]
 
 
-def test_values_and_errors_that_are_too_large_are_cut_to_their_texts() -> None:
-    kept = Kept()
+def test_values_and_errors_that_are_too_large_are_cut_to_their_texts(kept: Kept) -> None:
     call = kept.begin(1)
     large = OutcomeGroup((0,), Outcome("ok", value=Value(Preview("object", "Table", "x" * 10, html="x" * 5_000_000))))
     failed = OutcomeGroup((1,), Outcome("error", error=RankError("E", "bad", ("x" * 5_000_000,))))
@@ -289,16 +285,14 @@ def test_values_and_errors_that_are_too_large_are_cut_to_their_texts() -> None:
     assert kept.num_bytes < 10_000
 
 
-def test_a_cell_that_shows_nothing_is_not_marked_and_is_no_mistake_either() -> None:
-    kept = Kept()
+def test_a_cell_that_shows_nothing_is_not_marked_and_is_no_mistake_either(kept: Kept) -> None:
     kept.cell(number=1)
     assert kept.mark(kept.entries)[0].num_lines is None
     assert kept.of(1).items == ()
     assert not kept.has(2)
 
 
-def test_a_cell_that_ends_without_its_client_is_reported_until_a_user_knows() -> None:
-    kept = Kept()
+def test_a_cell_that_ends_without_its_client_is_reported_until_a_user_knows(kept: Kept) -> None:
     attended, left = kept.begin(1), kept.begin(2)
     kept.end(attended)
     kept.printed(left, (line("alone"),), 1.0)
@@ -313,8 +307,7 @@ def test_a_cell_that_ends_without_its_client_is_reported_until_a_user_knows() ->
     assert texts(kept.of(2).items) == ["alone", "at last"]
 
 
-def test_another_client_that_follows_gets_what_came_since_and_shortly_before_the_first_was_gone() -> None:
-    kept = Kept()
+def test_another_client_that_follows_gets_what_came_since_and_shortly_before_the_first_was_gone(kept: Kept) -> None:
     call = kept.begin(1)
     for second in range(10):
         kept.printed(call, (line(f"at {second}"),), float(second))
@@ -324,8 +317,7 @@ def test_another_client_that_follows_gets_what_came_since_and_shortly_before_the
     assert kept.unattended(kept.entries) == ()
 
 
-def test_a_cell_whose_second_client_goes_too_is_unattended_again() -> None:
-    kept = Kept()
+def test_a_cell_whose_second_client_goes_too_is_unattended_again(kept: Kept) -> None:
     call = kept.begin(1)
     kept.client_left("one", 1.0)
     kept.follow(call, "two")
@@ -334,16 +326,14 @@ def test_a_cell_whose_second_client_goes_too_is_unattended_again() -> None:
     assert len(kept.unattended(kept.entries)) == 1
 
 
-def test_cells_of_one_number_are_told_apart() -> None:
-    kept = Kept()
+def test_cells_of_one_number_are_told_apart(kept: Kept) -> None:
     kept.cell(line("of the first kernel"))
     kept.cell(line("of the second"))
     assert [texts(cell.items) for cell in kept.find(1, kept.entries)] == [["of the first kernel"], ["of the second"]]
 
 
 @pytest.mark.parametrize("length", [5, 80, 2000])
-def test_a_flood_for_hours_takes_no_more_memory_than_the_limits_say(length: int) -> None:
-    kept = Kept()
+def test_a_flood_for_hours_takes_no_more_memory_than_the_limits_say(kept: Kept, length: int) -> None:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(24):
@@ -368,8 +358,7 @@ def new_texts(output: NewOutput) -> list[str]:
     return texts(one.item for one in output.items)
 
 
-def test_output_of_all_cells_is_read_in_order_from_place_to_place() -> None:
-    kept = Kept()
+def test_output_of_all_cells_is_read_in_order_from_place_to_place(kept: Kept) -> None:
     first, second = kept.begin(1), kept.begin(2)
     for call, text in ((first, "a"), (second, "b"), (first, "c"), (second, "d")):
         kept.printed(call, (line(text),), 5.0)
@@ -384,8 +373,7 @@ def test_output_of_all_cells_is_read_in_order_from_place_to_place() -> None:
     assert new_texts(new_output(kept, 4)) == ["e"]
 
 
-def test_the_newest_output_is_read_without_a_place_and_of_one_cell_with_its_end() -> None:
-    kept = Kept()
+def test_the_newest_output_is_read_without_a_place_and_of_one_cell_with_its_end(kept: Kept) -> None:
     first, second = kept.begin(1), kept.begin(2)
     kept.printed(first, (line("a"), line("b"), line("c")), 0.0)
     kept.printed(second, (line("other"), line("50%", live=True)), 0.0)

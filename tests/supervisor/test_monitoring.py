@@ -84,6 +84,18 @@ def watched(steps: list[s.Effect]) -> list[messages.MeshUpdate]:
 # ---- looks
 
 
+@pytest.fixture
+def world() -> Scenery:
+    return Scenery()
+
+
+@pytest.fixture
+def busy(world: Scenery) -> Scenery:
+    """Whose ranks all run call c1."""
+    world.run("c1")
+    return world
+
+
 def test_a_look_asks_every_host_and_answers_when_all_have_told() -> None:
     world = Scenery(num_hosts=2)
     world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
@@ -106,8 +118,7 @@ def test_a_host_that_stays_silent_holds_a_look_up_for_its_time_and_no_longer() -
     assert len(answer.silent_hosts) == 1
 
 
-def test_a_look_at_ranks_that_are_all_gone_is_answered_at_once_and_one_at_strangers_is_refused() -> None:
-    world = Scenery()
+def test_a_look_at_ranks_that_are_all_gone_is_answered_at_once_and_one_at_strangers_is_refused(world: Scenery) -> None:
     world.kill(3)
     (answer,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(3,))), messages.SnapshotReply)
     assert answer.snapshots[0].exited is not None
@@ -118,14 +129,12 @@ def test_a_look_at_ranks_that_are_all_gone_is_answered_at_once_and_one_at_strang
 # ---- those that watch
 
 
-def test_nothing_is_sent_while_nobody_watches() -> None:
-    world = Scenery()
+def test_nothing_is_sent_while_nobody_watches(world: Scenery) -> None:
     world.run()
     assert not any(watched(world.beat()) for _ in range(5))
 
 
-def test_who_watches_is_told_everything_once_and_then_what_changed() -> None:
-    world = Scenery()
+def test_who_watches_is_told_everything_once_and_then_what_changed(world: Scenery) -> None:
     world.beat()
     begun = world.watch()
     (whole,) = watched(begun)
@@ -178,8 +187,7 @@ def test_a_mirror_that_hears_the_news_shows_what_the_supervisor_knows() -> None:
     assert mirror.ranks == watched(world.watch())[0].ranks
 
 
-def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
-    world = Scenery()
+def test_a_front_end_that_vanishes_is_told_nothing_more(world: Scenery) -> None:
     world.join("two", observer=True)
     begun = world.watch("two")
     world.state.client_disconnected("two", world.now)
@@ -188,8 +196,7 @@ def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
     assert not world.ring(begun, "news")
 
 
-def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> None:
-    world = Scenery()
+def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing(world: Scenery) -> None:
     begun = world.watch()
     (answer,) = watched(world.watch(max_updates_per_s=0.0, history_s=1.0))
     assert answer.call == "w"
@@ -204,9 +211,8 @@ def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> Non
 
 @pytest.mark.parametrize("ranks", [EVERYONE, (0, 1, 2)])
 def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_blame_is_not_in_it(
-    ranks: tuple[int, ...],
+    world: Scenery, ranks: tuple[int, ...]
 ) -> None:
-    world = Scenery()
     begun = world.watch()
     ticks = world.run(ranks=ranks)
     asked: list[messages.TakeSnapshots] = []
@@ -241,59 +247,49 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
 # ---- commands behind a Stop
 
 
-def test_a_cell_sent_after_a_stop_waits_until_the_ranks_are_back_and_the_groups_are_whole() -> None:
-    world = Scenery()
-    world.run("c1")
-    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
-    assert not steps_of(world.run("c2"), s.SendToHosts)
-    back = world.finish("c1", status="interrupted", groups_broken=True)
+def test_a_cell_sent_after_a_stop_waits_until_the_ranks_are_back_and_the_groups_are_whole(busy: Scenery) -> None:
+    busy.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    assert not steps_of(busy.run("c2"), s.SendToHosts)
+    back = busy.finish("c1", status="interrupted", groups_broken=True)
     sent = [step.message for step in steps_of(back, s.SendToHosts)]
     assert [type(message) for message in sent] == [messages.FormGroups, messages.RunCell]
-    assert messages_of(world.finish("c2"), messages.CallFinished)[0].outcomes[0].outcome.status == "ok"
+    assert messages_of(busy.finish("c2"), messages.CallFinished)[0].outcomes[0].outcome.status == "ok"
 
 
-def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() -> None:
-    world = Scenery()
-    world.run("c1")
-    stopped = world.say(messages.Interrupt(ranks=EVERYONE))
-    world.host(messages.CallProgressed(call="c1", done=(0,)))
-    world.run("c2", ranks=(0,))
-    released = world.ring(stopped, "release")
+def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given(busy: Scenery) -> None:
+    stopped = busy.say(messages.Interrupt(ranks=EVERYONE))
+    busy.host(messages.CallProgressed(call="c1", done=(0,)))
+    busy.run("c2", ranks=(0,))
+    released = busy.ring(stopped, "release")
     assert [message.call for message in messages_of(released, messages.RunCell)] == ["c2"]
 
 
-def test_a_cell_behind_a_slow_stop_waits_for_the_groups_although_all_ranks_are_known_to_be_back() -> None:
-    world = Scenery()
-    world.run("c1")
-    stopped = world.say(messages.Interrupt(ranks=EVERYONE))
-    world.run("c2")
-    assert not messages_of(world.ring(stopped, "release"), messages.RunCell)
-    assert not messages_of(world.host(messages.CallProgressed(call="c1", done=EVERYONE)), messages.RunCell)
-    sent = steps_of(world.finish("c1", status="interrupted", groups_broken=True), s.SendToHosts)
+def test_a_cell_behind_a_slow_stop_waits_for_the_groups_although_all_ranks_are_known_to_be_back(busy: Scenery) -> None:
+    stopped = busy.say(messages.Interrupt(ranks=EVERYONE))
+    busy.run("c2")
+    assert not messages_of(busy.ring(stopped, "release"), messages.RunCell)
+    assert not messages_of(busy.host(messages.CallProgressed(call="c1", done=EVERYONE)), messages.RunCell)
+    sent = steps_of(busy.finish("c1", status="interrupted", groups_broken=True), s.SendToHosts)
     assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
 
 
-def test_a_cell_behind_another_waits_for_it_where_a_stop_has_broken_the_groups_meanwhile() -> None:
-    world = Scenery()
-    world.run("c1")
-    world.run("c2")
-    world.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
-    world.finish("c2", status="interrupted", groups_broken=True)
-    assert not messages_of(world.run("c3"), messages.RunCell)  # it would come behind c1, and before the groups
-    assert [message.call for message in messages_of(world.run("c4", ranks=(0,)), messages.RunCell)] == []
-    sent = steps_of(world.finish("c1"), s.SendToHosts)
+def test_a_cell_behind_another_waits_for_it_where_a_stop_has_broken_the_groups_meanwhile(busy: Scenery) -> None:
+    busy.run("c2")
+    busy.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
+    busy.finish("c2", status="interrupted", groups_broken=True)
+    assert not messages_of(busy.run("c3"), messages.RunCell)  # it would come behind c1, and before the groups
+    assert [message.call for message in messages_of(busy.run("c4", ranks=(0,)), messages.RunCell)] == []
+    sent = steps_of(busy.finish("c1"), s.SendToHosts)
     assert [getattr(step.message, "call", "")[:2] for step in sent] == ["fo", "c3", "c4"]
 
 
-def test_a_cell_behind_another_whose_end_is_on_its_way_waits_for_the_groups() -> None:
-    world = Scenery()
-    world.run("c1")
-    world.run("c2")
-    world.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
-    world.finish("c2", status="interrupted", groups_broken=True)
-    world.host(messages.CallProgressed(call="c1", done=EVERYONE))
-    assert not messages_of(world.run("c3"), messages.RunCell)
-    sent = steps_of(world.finish("c1"), s.SendToHosts)
+def test_a_cell_behind_another_whose_end_is_on_its_way_waits_for_the_groups(busy: Scenery) -> None:
+    busy.run("c2")
+    busy.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
+    busy.finish("c2", status="interrupted", groups_broken=True)
+    busy.host(messages.CallProgressed(call="c1", done=EVERYONE))
+    assert not messages_of(busy.run("c3"), messages.RunCell)
+    sent = steps_of(busy.finish("c1"), s.SendToHosts)
     assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
 
 
@@ -319,8 +315,7 @@ def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_ends_when_it
         assert (ended, [message.call for message in messages_of(steps, messages.RunCell)]) == (["c2", "c4"], ["c3"])
 
 
-def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -> None:
-    world = Scenery()
+def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too(world: Scenery) -> None:
     world.run("c1", ranks=(0,))
     world.run("c2", ranks=(1,))
     first = world.say(messages.Interrupt(ranks=(0,), target="c1"))
@@ -333,21 +328,17 @@ def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -
     assert [message.call for message in messages_of(world.ring(second, "release"), messages.RunCell)] == ["c3"]
 
 
-def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
-    world = Scenery()
-    world.run("c1")
-    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
-    world.run("c2")
-    (ended,) = messages_of(world.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
+def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop(busy: Scenery) -> None:
+    busy.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    busy.run("c2")
+    (ended,) = messages_of(busy.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
     assert (ended.call, ended.outcomes[0].outcome.status) == ("c2", "interrupted")
-    assert not messages_of(world.finish("c1", status="interrupted"), messages.RunCell)
+    assert not messages_of(busy.finish("c1", status="interrupted"), messages.RunCell)
 
 
-def test_a_stop_of_other_ranks_leaves_a_cell_that_waits_behind_a_stop_alone() -> None:
-    world = Scenery()
-    world.run("c1")
-    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
-    world.run("c2", ranks=(2, 3))
-    assert not messages_of(world.say(messages.Interrupt(ranks=(0, 1))), messages.CallFinished)
-    ended = world.finish("c1", status="interrupted")
-    assert messages_of(world.in_step(ended), messages.RunCell)[0].call == "c2"
+def test_a_stop_of_other_ranks_leaves_a_cell_that_waits_behind_a_stop_alone(busy: Scenery) -> None:
+    busy.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    busy.run("c2", ranks=(2, 3))
+    assert not messages_of(busy.say(messages.Interrupt(ranks=(0, 1))), messages.CallFinished)
+    ended = busy.finish("c1", status="interrupted")
+    assert messages_of(busy.in_step(ended), messages.RunCell)[0].call == "c2"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
+
 from meshbook.ids import CallId
 from meshbook.supervisor import effects as s
 from meshbook.wire import messages
@@ -39,44 +41,50 @@ def received(effects: Iterable[s.Effect], client: str) -> list[str]:
     return found
 
 
-def test_a_client_that_follows_gets_what_was_printed_meanwhile_what_follows_and_the_end() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def busy(world: World) -> World:
+    """Whose ranks all run cell 7."""
     world.run(execution_count=7)
-    printed(world, "seen")
-    world.now = 20.0
-    world.state.client_disconnected("one", world.now)
-    printed(world, "meanwhile")
-    world.join("two")
-    (running,) = unattended(world, "two").open_calls
+    return world
+
+
+def test_a_client_that_follows_gets_what_was_printed_meanwhile_what_follows_and_the_end(busy: World) -> None:
+    printed(busy, "seen")
+    busy.now = 20.0
+    busy.state.client_disconnected("one", busy.now)
+    printed(busy, "meanwhile")
+    busy.join("two")
+    (running,) = unattended(busy, "two").open_calls
     assert (running.number, running.orphaned, running.client) == (7, True, "one")
-    assert received(world.say(messages.FollowCall(call=C1), "two"), "two") == ["meanwhile"]
-    assert received(printed(world, "live"), "two") == ["live"]
-    assert received(world.finish("c1"), "two") == ["end"]
-    assert output(world, 7, "two") == ["seen", "meanwhile", "live"]  # each once, although some were sent twice
-    assert unattended(world, "two").history == ()
+    assert received(busy.say(messages.FollowCall(call=C1), "two"), "two") == ["meanwhile"]
+    assert received(printed(busy, "live"), "two") == ["live"]
+    assert received(busy.finish("c1"), "two") == ["end"]
+    assert output(busy, 7, "two") == ["seen", "meanwhile", "live"]  # each once, although some were sent twice
+    assert unattended(busy, "two").history == ()
 
 
-def test_a_cell_whose_client_is_attached_cannot_be_taken_from_it() -> None:
-    world = World()
-    world.run(execution_count=7)
-    world.join("two")
-    assert not unattended(world, "two").open_calls[0].orphaned
-    (refused,) = messages_of(world.say(messages.FollowCall(call=C1), "two"), Refused)
+def test_a_cell_whose_client_is_attached_cannot_be_taken_from_it(busy: World) -> None:
+    busy.join("two")
+    assert not unattended(busy, "two").open_calls[0].orphaned
+    (refused,) = messages_of(busy.say(messages.FollowCall(call=C1), "two"), Refused)
     assert refused.text == "cell 1 is another client's, which is attached"
-    assert received(printed(world, "live"), "one") == ["live"]
-    assert output(world, 7, "two") == ["live"]  # but what it printed can be read
+    assert received(printed(busy, "live"), "one") == ["live"]
+    assert output(busy, 7, "two") == ["live"]  # but what it printed can be read
 
 
-def test_a_cell_that_ends_before_it_is_followed_is_sent_with_its_end() -> None:
-    world = World()
-    world.run(execution_count=7)
-    world.state.client_disconnected("one", world.now)
-    world.join("two")
-    printed(world, "alone")
-    world.finish("c1")
-    assert received(world.say(messages.FollowCall(call=C1), "two"), "two") == ["alone", "end"]
-    assert unattended(world, "two").history == ()
-    (refused,) = messages_of(world.say(messages.FollowCall(call=CallId("c9")), "two"), Refused)
+def test_a_cell_that_ends_before_it_is_followed_is_sent_with_its_end(busy: World) -> None:
+    busy.state.client_disconnected("one", busy.now)
+    busy.join("two")
+    printed(busy, "alone")
+    busy.finish("c1")
+    assert received(busy.say(messages.FollowCall(call=C1), "two"), "two") == ["alone", "end"]
+    assert unattended(busy, "two").history == ()
+    (refused,) = messages_of(busy.say(messages.FollowCall(call=CallId("c9")), "two"), Refused)
     assert refused.text == "the cell has ended, and its output is not kept"
 
 
@@ -95,18 +103,15 @@ def test_a_cell_that_ended_alone_is_reported_until_it_is_acknowledged_and_no_use
     assert unattended(world, "two").history == ()
 
 
-def test_a_follower_is_asked_for_the_input_of_its_cell() -> None:
-    world = World()
-    world.run(execution_count=7)
-    world.state.client_disconnected("one", world.now)
-    world.join("two")
-    world.say(messages.FollowCall(call=C1), "two")
-    asked = world.host(InputRequest(call=C1, rank=0, prompt="?", password=False))
+def test_a_follower_is_asked_for_the_input_of_its_cell(busy: World) -> None:
+    busy.state.client_disconnected("one", busy.now)
+    busy.join("two")
+    busy.say(messages.FollowCall(call=C1), "two")
+    asked = busy.host(InputRequest(call=C1, rank=0, prompt="?", password=False))
     assert [effect.client for effect in asked if isinstance(effect, s.SendToClient)] == ["two"]
 
 
-def test_of_a_cell_that_was_never_there_the_refusal_names_those_that_are() -> None:
-    world = World()
+def test_of_a_cell_that_was_never_there_the_refusal_names_those_that_are(world: World) -> None:
     for number in (1, 2, 3, 7):
         world.run(f"c{number}", execution_count=number)
         world.finish(f"c{number}")
@@ -115,8 +120,7 @@ def test_of_a_cell_that_was_never_there_the_refusal_names_those_that_are() -> No
     assert refused.text == "no output of a cell 99 is kept; it is of cells: 1-3,7"
 
 
-def test_of_a_silent_cell_and_of_a_function_nothing_is_kept() -> None:
-    world = World()
+def test_of_a_silent_cell_and_of_a_function_nothing_is_kept(world: World) -> None:
     world.run(execution_count=7, silent=True)
     printed(world, "silent")
     world.finish("c1")
@@ -124,14 +128,12 @@ def test_of_a_silent_cell_and_of_a_function_nothing_is_kept() -> None:
     assert refused.text.endswith("it is of cells: none")
 
 
-def test_what_a_thread_prints_after_its_cell_is_kept_with_it() -> None:
-    world = World()
-    world.run(execution_count=7)
-    world.finish("c1")
-    world.state.client_disconnected("one", world.now)
-    printed(world, "late")
-    world.join("two")
-    assert output(world, 7, "two") == ["late"]
+def test_what_a_thread_prints_after_its_cell_is_kept_with_it(busy: World) -> None:
+    busy.finish("c1")
+    busy.state.client_disconnected("one", busy.now)
+    printed(busy, "late")
+    busy.join("two")
+    assert output(busy, 7, "two") == ["late"]
 
 
 def test_what_an_agent_does_beside_cells_is_in_the_history_with_its_name_and_what_a_person_does_is_not() -> None:
@@ -157,7 +159,6 @@ def test_what_an_agent_does_beside_cells_is_in_the_history_with_its_name_and_wha
     assert reply.history[1].started_at == 1003.0
 
 
-def test_new_output_of_a_cell_that_is_not_kept_is_refused() -> None:
-    world = World()
+def test_new_output_of_a_cell_that_is_not_kept_is_refused(world: World) -> None:
     (refused,) = messages_of(world.say(messages.QueryNewOutput(CallId("n"), target=CallId("c9"))), Refused)
     assert (refused.error, refused.text) == ("MeshNameError", "no cell c9 is kept; output is kept of cells: none")

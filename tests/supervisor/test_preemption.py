@@ -67,6 +67,20 @@ def world() -> Preempted:
     return Preempted()
 
 
+@pytest.fixture
+def planned(world: Preempted) -> Preempted:
+    """Which is to save the model first."""
+    world.plan("model")
+    return world
+
+
+@pytest.fixture
+def busy(planned: Preempted) -> Preempted:
+    """Whose ranks all run call c1."""
+    planned.run("c1")
+    return planned
+
+
 def said(effects: Iterable[s.Effect]) -> str:
     return "\n".join(report.text for report in messages_of(effects, messages.MeshPreempted))
 
@@ -105,10 +119,7 @@ def test_signals_after_the_shutdown_has_begun_change_nothing(world: Preempted) -
 
 
 def test_the_signal_of_a_rank_that_has_exited_changes_nothing(world: Preempted) -> None:
-    exited = messages.RankExited(
-        rank=1, pid=7, exit_code=None, signal=9, host="box", last_lines=(), last_collective=None
-    )
-    world.host(exited)
+    world.kill(1)
     assert world.sigterm(1) == []
 
 
@@ -133,9 +144,8 @@ def test_an_idle_mesh_saves_at_once_and_then_the_rank_leaves(world: Preempted) -
     assert not steps_of(ended, s.Shutdown)
 
 
-def test_a_mesh_that_ends_says_how_it_comes_back(world: Preempted) -> None:
-    world.plan("model")
-    (shutdown,) = steps_of(world.save_on_all(world.sigterm()), s.Shutdown)
+def test_a_mesh_that_ends_says_how_it_comes_back(planned: Preempted) -> None:
+    (shutdown,) = steps_of(planned.save_on_all(planned.sigterm()), s.Shutdown)
     assert "model is saved in /run1/step-00000800: on a new mesh, %mesh restore /run1" in shutdown.reason
 
 
@@ -154,111 +164,90 @@ def test_a_save_that_is_thrown_away_says_why_and_which_checkpoint_is_the_last(wo
 
 
 def test_with_a_lost_rank_nothing_is_saved_and_that_is_said(world: Preempted) -> None:
-    world.host(
-        messages.RankExited(rank=1, pid=7, exit_code=None, signal=9, host="b", last_lines=(), last_collective=None)
-    )
+    world.kill(1)
     world.plan("model")
     effects = world.sigterm()
     assert "no checkpoint was written: all ranks take part in one, and rank 1 is lost" in said(effects)
     assert steps_of(effects, s.Shutdown)
 
 
-def test_a_rank_that_dies_while_it_is_saved_ends_the_mesh_without_a_checkpoint(world: Preempted) -> None:
-    world.plan("model")
-    world.finish(messages_of(world.sigterm(), messages.SaveCheckpoint)[0].call)
-    lost = world.host(
-        messages.RankExited(rank=1, pid=7, exit_code=None, signal=9, host="b", last_lines=(), last_collective=None)
-    )
-    (shutdown,) = steps_of(world.fire(lost, "leave"), s.Shutdown)
+def test_a_rank_that_dies_while_it_is_saved_ends_the_mesh_without_a_checkpoint(planned: Preempted) -> None:
+    planned.finish(messages_of(planned.sigterm(), messages.SaveCheckpoint)[0].call)
+    lost = planned.kill(1)
+    (shutdown,) = steps_of(planned.fire(lost, "leave"), s.Shutdown)
     assert "no checkpoint was written: rank 1 was killed by SIGKILL" in shutdown.reason
 
 
-def test_a_mesh_that_a_kernel_stops_meanwhile_ends_when_names_are_saved(world: Preempted) -> None:
-    world.plan("model")
-    begun = world.sigterm(1)
-    assert not steps_of(world.say(messages.StopMesh(call="stop")), s.Shutdown)  # type: ignore[arg-type]
-    (shutdown,) = steps_of(world.save_on_all(begun), s.Shutdown)
+def test_a_mesh_that_a_kernel_stops_meanwhile_ends_when_names_are_saved(planned: Preempted) -> None:
+    begun = planned.sigterm(1)
+    assert not steps_of(planned.say(messages.StopMesh(call="stop")), s.Shutdown)  # type: ignore[arg-type]
+    (shutdown,) = steps_of(planned.save_on_all(begun), s.Shutdown)
     assert shutdown.reason.startswith("rank 1 received SIGTERM; model is saved in")
 
 
-def test_a_plan_is_not_replaced_while_it_is_carried_out(world: Preempted) -> None:
-    world.plan("model")
-    world.sigterm(1)
-    (refused,) = messages_of(world.plan(), messages.Refused)
+def test_a_plan_is_not_replaced_while_it_is_carried_out(planned: Preempted) -> None:
+    planned.sigterm(1)
+    (refused,) = messages_of(planned.plan(), messages.Refused)
     assert refused.error == "UsageError"
 
 
 def test_a_rank_that_was_killed_before_it_could_leave_ends_nothing_else(world: Preempted) -> None:
     first = world.host(messages.TerminationRequested(ranks=(1,)))
     for rank in RANKS:
-        world.host(
-            messages.RankExited(
-                rank=rank, pid=7, exit_code=None, signal=9, host="b", last_lines=(), last_collective=None
-            )
-        )
+        world.kill(rank)
     effects = world.fire(first, "gathered")
     assert not steps_of(effects, s.Shutdown)
     assert not messages_of(effects, messages.EndRanks)
 
 
-def test_a_second_preemption_saves_again_and_timers_of_the_first_do_nothing(world: Preempted) -> None:
-    world.plan("model")
-    first = world.sigterm(1)
-    world.save_on_all(first)
-    second = world.sigterm(2)
-    assert world.fire(first, "over") == []
+def test_a_second_preemption_saves_again_and_timers_of_the_first_do_nothing(planned: Preempted) -> None:
+    first = planned.sigterm(1)
+    planned.save_on_all(first)
+    second = planned.sigterm(2)
+    assert planned.fire(first, "over") == []
     assert messages_of(second, messages.SaveCheckpoint)[0].call != messages_of(first, messages.SaveCheckpoint)[0].call
 
 
 # ---- cells
 
 
-def test_the_ranks_of_a_running_cell_agree_on_a_question_that_none_has_passed(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    begun = world.sigterm(1)
+def test_the_ranks_of_a_running_cell_agree_on_a_question_that_none_has_passed(busy: Preempted) -> None:
+    begun = busy.sigterm(1)
     assert "when cell 1 has ended, which is stopped after 20 s" in said(begun)
-    decided = world.answer_asked(begun, {0: 4, 1: 5, 2: 3, 3: 5})
+    decided = busy.answer_asked(begun, {0: 4, 1: 5, 2: 3, 3: 5})
     (point,) = messages_of(decided, messages.SetPreemptionPoint)
     assert (point.about_call, point.ranks, point.at, point.reason) == ("c1", RANKS, 6, "rank 1 received SIGTERM")
-    assert messages_of(world.finish("c1"), messages.SaveCheckpoint)
+    assert messages_of(busy.finish("c1"), messages.SaveCheckpoint)
 
 
-def test_ranks_that_do_not_all_answer_are_let_go_on_and_asked_again(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    undecided = world.answer_asked(world.sigterm(1), {0: 4, 1: 5, 2: 3})
+def test_ranks_that_do_not_all_answer_are_let_go_on_and_asked_again(busy: Preempted) -> None:
+    undecided = busy.answer_asked(busy.sigterm(1), {0: 4, 1: 5, 2: 3})
     (point,) = messages_of(undecided, messages.SetPreemptionPoint)
     assert point.at is None
-    again = world.fire(undecided, "ask")
-    (point,) = messages_of(world.answer_asked(again, dict.fromkeys(RANKS, 9)), messages.SetPreemptionPoint)
+    again = busy.fire(undecided, "ask")
+    (point,) = messages_of(busy.answer_asked(again, dict.fromkeys(RANKS, 9)), messages.SetPreemptionPoint)
     assert point.at == 10
 
 
-def test_cells_that_are_sent_meanwhile_wait_until_the_rank_has_left(world: Preempted) -> None:
-    world.plan("model")
-    begun = world.sigterm(1)
-    assert not messages_of(world.run("c1"), messages.RunCell)
-    assert messages_of(world.save_on_all(begun), messages.RunCell)
+def test_cells_that_are_sent_meanwhile_wait_until_the_rank_has_left(planned: Preempted) -> None:
+    begun = planned.sigterm(1)
+    assert not messages_of(planned.run("c1"), messages.RunCell)
+    assert messages_of(planned.save_on_all(begun), messages.RunCell)
 
 
-def test_a_cell_that_ends_with_preempted_is_at_a_safe_point(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    world.sigterm(1)
+def test_a_cell_that_ends_with_preempted_is_at_a_safe_point(busy: Preempted) -> None:
+    busy.sigterm(1)
     error = RankError(ename="Preempted", evalue="", traceback=())
-    assert messages_of(world.end_badly("c1", "error", error=error), messages.SaveCheckpoint)
+    assert messages_of(busy.end_badly("c1", "error", error=error), messages.SaveCheckpoint)
 
 
-def test_a_cell_that_does_not_end_is_stopped_and_a_cut_step_is_not_saved(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    begun = world.sigterm()
-    (stop,) = messages_of(world.fire(begun, "stop"), messages.Interrupt)
+def test_a_cell_that_does_not_end_is_stopped_and_a_cut_step_is_not_saved(busy: Preempted) -> None:
+    begun = busy.sigterm()
+    (stop,) = messages_of(busy.fire(begun, "stop"), messages.Interrupt)
     assert (stop.ranks, stop.target) == (RANKS, "c1")
-    (back,) = messages_of(world.end_badly("c1", "interrupted"), messages.RollBack)
+    (back,) = messages_of(busy.end_badly("c1", "interrupted"), messages.RollBack)
     assert back.about_calls == ("c1",)
-    (shutdown,) = steps_of(world.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
+    (shutdown,) = steps_of(busy.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
     assert "no checkpoint was written: cell 1 was stopped, perhaps in the middle of a step" in shutdown.reason
 
 
@@ -274,39 +263,31 @@ def test_of_an_elastic_loop_that_was_cut_off_the_last_snapshot_is_saved(world: P
     assert "as of step 40 of the elastic loop that was cut off, without best" in shutdown.reason
 
 
-def test_after_a_cell_that_had_failed_before_names_are_saved_and_that_is_said(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    world.end_badly("c1", "error", error=RankError(ename="NameError", evalue="x", traceback=()))
-    (back,) = messages_of(world.sigterm(), messages.RollBack)
-    begun = world.finish(back.call, reply={"names": [], "step": 0})
-    assert "the last cell had not ended well" in said(world.save_on_all(begun))
+def test_after_a_cell_that_had_failed_before_names_are_saved_and_that_is_said(busy: Preempted) -> None:
+    busy.end_badly("c1", "error", error=RankError(ename="NameError", evalue="x", traceback=()))
+    (back,) = messages_of(busy.sigterm(), messages.RollBack)
+    begun = busy.finish(back.call, reply={"names": [], "step": 0})
+    assert "the last cell had not ended well" in said(busy.save_on_all(begun))
 
 
-def test_after_a_later_cell_that_ended_well_a_failed_one_is_forgotten(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    world.end_badly("c1", "error", error=RankError(ename="NameError", evalue="x", traceback=()))
-    world.run("c2")
-    world.finish("c2")
-    assert messages_of(world.sigterm(), messages.SaveCheckpoint)
+def test_after_a_later_cell_that_ended_well_a_failed_one_is_forgotten(busy: Preempted) -> None:
+    busy.end_badly("c1", "error", error=RankError(ename="NameError", evalue="x", traceback=()))
+    busy.run("c2")
+    busy.finish("c2")
+    assert messages_of(busy.sigterm(), messages.SaveCheckpoint)
 
 
-def test_broken_groups_are_formed_anew_before_the_save(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    world.fire(world.sigterm(1), "stop")
-    begun = world.finish("c1", status="error", groups_broken=True)
+def test_broken_groups_are_formed_anew_before_the_save(busy: Preempted) -> None:
+    busy.fire(busy.sigterm(1), "stop")
+    begun = busy.finish("c1", status="error", groups_broken=True)
     (form,) = messages_of(begun, messages.FormGroups)
     assert not messages_of(begun, messages.RollBack)
-    (back,) = messages_of(world.finish(form.call, reply={"backend": "gloo"}), messages.RollBack)
+    (back,) = messages_of(busy.finish(form.call, reply={"backend": "gloo"}), messages.RollBack)
     assert back.about_calls == ("c1",)
 
 
-def test_when_the_time_is_over_the_mesh_ends_whatever_runs(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    (shutdown,) = steps_of(world.fire(world.sigterm(), "over"), s.Shutdown)
+def test_when_the_time_is_over_the_mesh_ends_whatever_runs(busy: Preempted) -> None:
+    (shutdown,) = steps_of(busy.fire(busy.sigterm(), "over"), s.Shutdown)
     assert "no checkpoint was written: 30 s were over while a call was still running" in shutdown.reason
 
 
@@ -323,33 +304,27 @@ def test_a_plan_without_names_gives_cells_the_time_and_saves_nothing(world: Pree
 # ---- healing
 
 
-def test_a_heal_that_is_under_way_ends_before_names_are_saved(world: Preempted) -> None:
-    world.plan("model")
-    world.host(
-        messages.RankExited(rank=1, pid=7, exit_code=None, signal=9, host="b", last_lines=(), last_collective=None)
-    )
-    (form,) = messages_of(world.say(messages.HealMesh(call="heal")), messages.FormGroups)  # type: ignore[arg-type]
-    assert not messages_of(world.sigterm(2), messages.SaveCheckpoint)
-    (share,) = messages_of(world.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
-    ended = world.finish(share.call, reply={"restored": {}, "missing": {}, "kept": {}, "alike": []})
+def test_a_heal_that_is_under_way_ends_before_names_are_saved(planned: Preempted) -> None:
+    planned.kill(1)
+    (form,) = messages_of(planned.say(messages.HealMesh(call="heal")), messages.FormGroups)  # type: ignore[arg-type]
+    assert not messages_of(planned.sigterm(2), messages.SaveCheckpoint)
+    (share,) = messages_of(planned.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
+    ended = planned.finish(share.call, reply={"restored": {}, "missing": {}, "kept": {}, "alike": []})
     assert messages_of(ended, messages.MeshHealed)
     assert messages_of(ended, messages.SaveCheckpoint)
 
 
-def test_nothing_is_healed_while_ranks_are_about_to_end(world: Preempted) -> None:
-    world.plan("model")
-    world.sigterm(2)
-    (refused,) = messages_of(world.say(messages.HealMesh(call="heal")), messages.Refused)  # type: ignore[arg-type]
+def test_nothing_is_healed_while_ranks_are_about_to_end(planned: Preempted) -> None:
+    planned.sigterm(2)
+    (refused,) = messages_of(planned.say(messages.HealMesh(call="heal")), messages.Refused)  # type: ignore[arg-type]
     assert refused.error == "HealError"
     assert refused.text.startswith("rank 2 received SIGTERM, and what follows is under way")
 
 
-def test_a_cell_that_a_client_stops_meanwhile_is_cut_too(world: Preempted) -> None:
-    world.plan("model")
-    world.run("c1")
-    world.sigterm()
-    (back,) = messages_of(world.end_badly("c1", "interrupted"), messages.RollBack)
-    (shutdown,) = steps_of(world.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
+def test_a_cell_that_a_client_stops_meanwhile_is_cut_too(busy: Preempted) -> None:
+    busy.sigterm()
+    (back,) = messages_of(busy.end_badly("c1", "interrupted"), messages.RollBack)
+    (shutdown,) = steps_of(busy.finish(back.call, reply={"names": [], "step": 0}), s.Shutdown)
     assert "no checkpoint was written: cell 1 was stopped" in shutdown.reason
 
 

@@ -64,8 +64,12 @@ def refusal(effects: Iterable[s.Effect], error: str = "ResizeError") -> str:
     return refused.text
 
 
-def test_more_ranks_are_started_form_groups_run_cells_and_are_given_state() -> None:
-    mesh = Resized()
+@pytest.fixture
+def mesh() -> Resized:
+    return Resized()
+
+
+def test_more_ranks_are_started_form_groups_run_cells_and_are_given_state(mesh: Resized) -> None:
     mesh.say(messages.RunCell(call="c0", ranks=(0, 1, 2, 3), source="import a", setup=True, label="cell 0"))  # type: ignore[arg-type]
     mesh.finish("c0")
     mesh.say(messages.RunCell(call="c1", ranks=(0, 1), source="import b", label="cell 1"))  # type: ignore[arg-type]
@@ -91,8 +95,7 @@ def test_more_ranks_are_started_form_groups_run_cells_and_are_given_state() -> N
     assert done.info.spec.axes == {"rank": 6}
 
 
-def test_ranks_above_the_new_number_end_and_are_not_reported_as_lost() -> None:
-    mesh = Resized()
+def test_ranks_above_the_new_number_end_and_are_not_reported_as_lost(mesh: Resized) -> None:
     asked = mesh.look(mesh.resize(2), stale=["share"])
     (leave,) = messages_of(asked, messages.LeaveMesh)
     assert leave.ranks == (2, 3)
@@ -105,8 +108,7 @@ def test_ranks_above_the_new_number_end_and_are_not_reported_as_lost() -> None:
     assert mesh.kill(3) == []
 
 
-def test_a_rank_that_has_left_does_not_come_back_with_a_report_that_is_older() -> None:
-    mesh = Resized()
+def test_a_rank_that_has_left_does_not_come_back_with_a_report_that_is_older(mesh: Resized) -> None:
     infos = tuple(messages.RankInfo(rank=rank, state="idle", host="box") for rank in range(4))
     report = messages.HostHeartbeat(host=0, ranks=infos, metrics=(messages.RankMetrics(rank=3),))
     mesh.host(report)
@@ -119,8 +121,7 @@ def test_a_rank_that_has_left_does_not_come_back_with_a_report_that_is_older() -
     assert [rank.rank for rank in shown.ranks] == [0, 1, 2]
 
 
-def test_a_number_that_comes_again_has_another_incarnation() -> None:
-    mesh = Resized()
+def test_a_number_that_comes_again_has_another_incarnation(mesh: Resized) -> None:
     mesh.form(mesh.leave(mesh.look(mesh.resize(3))))
     again = mesh.look(mesh.resize(4, "again"))
     (start,) = messages_of(again, messages.StartRanks)
@@ -128,8 +129,7 @@ def test_a_number_that_comes_again_has_another_incarnation() -> None:
     assert [rank.incarnation for rank in mesh.status().ranks] == [0, 0, 0, 1]
 
 
-def test_axes_may_have_other_names() -> None:
-    mesh = Resized()
+def test_axes_may_have_other_names(mesh: Resized) -> None:
     (form,) = messages_of(mesh.look(mesh.resize(dp=2, tp=2)), messages.FormGroups)
     assert (form.ranks, form.axes) == ((0, 1, 2, 3), {"dp": 2, "tp": 2})
     done = resized(mesh.reply(form, backend="gloo"))
@@ -152,15 +152,13 @@ def test_new_ranks_go_to_the_hosts_with_the_fewest() -> None:
 # ---- when it cannot be done
 
 
-def test_a_running_cell_is_named_and_nothing_is_done() -> None:
-    mesh = Resized()
+def test_a_running_cell_is_named_and_nothing_is_done(mesh: Resized) -> None:
     mesh.run("c1", ranks=(0, 2))
     text = refusal(mesh.resize(2))
     assert text == "cell 1 runs on ranks 0,2; wait for it, or press Stop (%mesh interrupt), then resize"
 
 
-def test_what_cannot_be_cut_anew_is_named_with_the_reason_and_the_way_over_a_checkpoint() -> None:
-    mesh = Resized()
+def test_what_cannot_be_cut_anew_is_named_with_the_reason_and_the_way_over_a_checkpoint(mesh: Resized) -> None:
     text = refusal(mesh.look(mesh.resize(2), sharded=["model", "opt"], problems={"model": "it is quantized"}))
     assert text.startswith("the mesh was not resized: model: it is quantized. ")
     assert "%mesh checkpoint PATH NAMES --wait" in text
@@ -175,8 +173,7 @@ def moves(effects: Iterable[s.Effect], step: str) -> messages.MoveShards:
     return move
 
 
-def test_ranks_that_leave_give_their_parts_first_and_all_have_theirs_before_any_tensor_has() -> None:
-    mesh = Resized()
+def test_ranks_that_leave_give_their_parts_first_and_all_have_theirs_before_any_tensor_has(mesh: Resized) -> None:
     give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
     assert (give.ranks, give.axes, give.world_size) == ((0, 1, 2, 3), {"rank": 3}, 3)
     move = moves(mesh.form(mesh.leave(mesh.reply(give, lost=[], num_bytes=5))), "move")
@@ -187,8 +184,7 @@ def test_ranks_that_leave_give_their_parts_first_and_all_have_theirs_before_any_
     assert not messages_of(mesh.form(mesh.leave(mesh.look(mesh.resize(2, "again")))), messages.MoveShards)
 
 
-def test_ranks_that_join_are_given_what_is_around_the_parts_and_then_the_parts() -> None:
-    mesh = Resized()
+def test_ranks_that_join_are_given_what_is_around_the_parts_and_then_the_parts(mesh: Resized) -> None:
     mesh.say(messages.RunCell(call="c0", ranks=(0, 1, 2, 3), source="model = 1", setup=True))  # type: ignore[arg-type]
     mesh.finish("c0")
     begun = mesh.resize(6)
@@ -206,23 +202,20 @@ def test_ranks_that_join_are_given_what_is_around_the_parts_and_then_the_parts()
     assert done.missing[0] == {"model": "parts of it were lost with a rank, and are NaN"}
 
 
-def test_parts_that_cannot_be_given_leave_the_mesh_as_it_was() -> None:
-    mesh = Resized()
+def test_parts_that_cannot_be_given_leave_the_mesh_as_it_was(mesh: Resized) -> None:
     give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
     assert "rank 3: lost; nothing has changed" in refusal(mesh.finish(give.call, ranks=(3,), status="lost"))
     assert len(mesh.status().ranks) == 4
 
 
-def test_ranks_cannot_give_their_parts_once_another_was_lost() -> None:
-    mesh = Resized()
+def test_ranks_cannot_give_their_parts_once_another_was_lost(mesh: Resized) -> None:
     mesh.kill(1)
     (find,) = messages_of(mesh.resize(3), messages.FindSharded)
     text = refusal(mesh.reply(find, sharded=["model"], needs_leaving=True))
     assert "because rank 1 was lost and the process groups with it. %mesh heal puts a new process in its" in text
 
 
-def test_tensors_that_are_not_the_same_on_all_ranks_are_not_cut_anew() -> None:
-    mesh = Resized()
+def test_tensors_that_are_not_the_same_on_all_ranks_are_not_cut_anew(mesh: Resized) -> None:
     (find,) = messages_of(mesh.resize(3), messages.FindSharded)
     parts = tuple(
         OutcomeGroup(ranks, Outcome(status="ok", reply={"sharded": ["x"], "catalog": catalog}))
@@ -232,8 +225,7 @@ def test_tensors_that_are_not_the_same_on_all_ranks_are_not_cut_anew() -> None:
     assert "the DTensors of x are not the same on all ranks" in refusal(mesh.host(finished))
 
 
-def test_heal_completes_a_resize_whose_parts_did_not_come() -> None:
-    mesh = Resized()
+def test_heal_completes_a_resize_whose_parts_did_not_come(mesh: Resized) -> None:
     give = moves(mesh.look_and_roll_back(mesh.resize(3), sharded=["model"], needs_leaving=True), "give")
     move = moves(mesh.form(mesh.leave(mesh.reply(give, lost=[], num_bytes=5))), "move")
     failed = mesh.finish(move.call, ranks=(0, 1, 2), status="error")
@@ -245,8 +237,7 @@ def test_heal_completes_a_resize_whose_parts_did_not_come() -> None:
     assert (healed.ranks, healed.resized) == ((), None)
 
 
-def test_a_rank_that_is_lost_while_tensors_get_their_parts_does_not_cost_those_of_new_ranks() -> None:
-    mesh = Resized()
+def test_a_rank_that_is_lost_while_tensors_get_their_parts_does_not_cost_those_of_new_ranks(mesh: Resized) -> None:
     formed = mesh.form(mesh.look_and_roll_back(mesh.resize(5), sharded=["model"]))
     (share,) = messages_of(formed, messages.ShareState)
     move = moves(mesh.reply(share, **NOTHING), "move")
@@ -263,8 +254,7 @@ def test_a_rank_that_is_lost_while_tensors_get_their_parts_does_not_cost_those_o
     assert start.ranks == (1,)
 
 
-def test_operations_on_tensors_wait_while_a_resize_may_be_refused_and_are_refused_when_it_is_not() -> None:
-    mesh = Resized()
+def test_operations_on_tensors_wait_while_a_resize_may_be_refused_and_are_refused_when_it_is_not(mesh: Resized) -> None:
     ops = messages.RunOps(call="ops", ranks=(0, 1, 2, 3), engine="e", first_op=1, ops=b"")  # type: ignore[arg-type]
     begun = mesh.resize(6)
     assert mesh.say(ops) == []
@@ -280,13 +270,11 @@ def test_operations_on_tensors_wait_while_a_resize_may_be_refused_and_are_refuse
 
 
 @pytest.mark.parametrize("axes", [{}, {"rank": 0}, {"dp": 2, "tp": -1}])
-def test_a_mesh_without_ranks_is_refused(axes: dict[str, int]) -> None:
-    mesh = Resized()
+def test_a_mesh_without_ranks_is_refused(mesh: Resized, axes: dict[str, int]) -> None:
     assert "a mesh has at least one rank" in refusal(mesh.say(messages.ResizeMesh(call="r", axes=axes)))  # type: ignore[arg-type]
 
 
-def test_the_size_that_it_has_is_refused_and_heal_is_named_where_ranks_are_lost() -> None:
-    mesh = Resized()
+def test_the_size_that_it_has_is_refused_and_heal_is_named_where_ranks_are_lost(mesh: Resized) -> None:
     assert refusal(mesh.resize(4)) == "the mesh has rank=4 already"
     mesh.kill(1)
     assert refusal(mesh.resize(4)) == (
@@ -294,8 +282,7 @@ def test_the_size_that_it_has_is_refused_and_heal_is_named_where_ranks_are_lost(
     )
 
 
-def test_a_second_one_and_a_heal_at_the_same_time_are_refused() -> None:
-    mesh = Resized()
+def test_a_second_one_and_a_heal_at_the_same_time_are_refused(mesh: Resized) -> None:
     begun = mesh.resize(6)
     assert refusal(mesh.resize(2, "again")) == "the mesh is being resized already; wait for it"
     heal = messages.HealMesh(call="heal")  # type: ignore[arg-type]
@@ -305,23 +292,20 @@ def test_a_second_one_and_a_heal_at_the_same_time_are_refused() -> None:
     assert refusal(mesh.say(heal), "HealError") == "the mesh is being resized; wait for it"
 
 
-def test_a_resize_while_ranks_are_replaced_is_refused() -> None:
-    mesh = Resized()
+def test_a_resize_while_ranks_are_replaced_is_refused(mesh: Resized) -> None:
     mesh.kill(1)
     mesh.say(messages.HealMesh(call="heal"))  # type: ignore[arg-type]
     assert refusal(mesh.resize(2)) == "the mesh is being healed already; wait for it"
 
 
-def test_a_checkpoint_that_is_being_saved_is_waited_for_by_the_user() -> None:
-    mesh = Resized()
+def test_a_checkpoint_that_is_being_saved_is_waited_for_by_the_user(mesh: Resized) -> None:
     save = messages.SaveCheckpoint(call="save", ranks=(0, 1, 2, 3), names=("x",), path="/tmp/x", step=None)  # type: ignore[arg-type]
     mesh.say(save)
     mesh.finish("save", reply={"num_bytes": 1, "seconds": 0.1})
     assert "a checkpoint is being saved" in refusal(mesh.resize(2))
 
 
-def test_cells_that_are_sent_meanwhile_are_refused_because_they_name_other_ranks() -> None:
-    mesh = Resized()
+def test_cells_that_are_sent_meanwhile_are_refused_because_they_name_other_ranks(mesh: Resized) -> None:
     begun = mesh.resize(6)
     assert "being resized" in refusal(mesh.run("c1"))
     formed = mesh.form(mesh.look(begun))
@@ -331,8 +315,7 @@ def test_cells_that_are_sent_meanwhile_are_refused_because_they_name_other_ranks
     assert messages_of(mesh.run("c3"), messages.RunCell)
 
 
-def test_a_cell_for_all_ranks_of_before_is_refused_and_one_for_ranks_by_number_is_not() -> None:
-    mesh = Resized()
+def test_a_cell_for_all_ranks_of_before_is_refused_and_one_for_ranks_by_number_is_not(mesh: Resized) -> None:
     before, all_ranks = mesh.status(), (0, 1, 2, 3)
     (share,) = messages_of(mesh.grow(), messages.ShareState)
     mesh.reply(share, **NOTHING)
@@ -350,8 +333,7 @@ def test_a_cell_for_all_ranks_of_before_is_refused_and_one_for_ranks_by_number_i
     assert messages_of(send("c3", mesh.status().num_rank_changes), messages.RunCell)
 
 
-def test_a_stop_before_anything_has_changed_ends_it_and_has_held_collectives_formed_anew() -> None:
-    mesh = Resized()
+def test_a_stop_before_anything_has_changed_ends_it_and_has_held_collectives_formed_anew(mesh: Resized) -> None:
     (find,) = messages_of(mesh.resize(2), messages.FindSharded)
     stopped = mesh.finish(find.call, status="interrupted")
     assert "the mesh was not resized: ranks 0-3: interrupted; nothing has changed" in refusal(stopped)
@@ -362,8 +344,7 @@ def test_a_stop_before_anything_has_changed_ends_it_and_has_held_collectives_for
 # ---- ranks that are lost
 
 
-def test_a_lost_rank_above_the_new_number_is_forgotten() -> None:
-    mesh = Resized()
+def test_a_lost_rank_above_the_new_number_is_forgotten(mesh: Resized) -> None:
     mesh.kill(3)
     asked = mesh.look(mesh.resize(3))
     assert messages_of(asked, messages.LeaveMesh)[0].ranks == (3,)
@@ -372,8 +353,7 @@ def test_a_lost_rank_above_the_new_number_is_forgotten() -> None:
     assert resized(mesh.form(changed)).info.groups == "ready"
 
 
-def test_a_lost_rank_that_stays_is_replaced_and_the_highest_leaves() -> None:
-    mesh = Resized()
+def test_a_lost_rank_that_stays_is_replaced_and_the_highest_leaves(mesh: Resized) -> None:
     mesh.kill(1)
     changed = mesh.leave(mesh.look(mesh.resize(3)))
     assert messages_of(changed, messages.StartRanks)[0].ranks == (1,)
@@ -381,8 +361,7 @@ def test_a_lost_rank_that_stays_is_replaced_and_the_highest_leaves() -> None:
     assert (share.ranks, share.new_ranks) == ((0, 1, 2), (1,))
 
 
-def test_a_mesh_that_has_lost_all_ranks_can_be_resized() -> None:
-    mesh = Resized()
+def test_a_mesh_that_has_lost_all_ranks_can_be_resized(mesh: Resized) -> None:
     for rank in range(4):
         mesh.kill(rank)
     changed = mesh.finish(messages_of(mesh.resize(2), messages.LeaveMesh)[0].call, ranks=(2, 3), status="lost")
@@ -399,8 +378,7 @@ def test_ranks_of_a_lost_host_can_leave_if_they_are_the_highest() -> None:
     assert [rank.rank for rank in resized(mesh.form(changed)).info.ranks] == [0, 1]
 
 
-def test_it_waits_for_the_end_of_the_call_in_which_a_rank_was_lost() -> None:
-    mesh = Resized()
+def test_it_waits_for_the_end_of_the_call_in_which_a_rank_was_lost(mesh: Resized) -> None:
     mesh.run("c1")
     mesh.kill(3)
     assert mesh.resize(3) == []
@@ -408,8 +386,7 @@ def test_it_waits_for_the_end_of_the_call_in_which_a_rank_was_lost() -> None:
     assert messages_of(mesh.finish("c1", status="interrupted"), messages.FindSharded)
 
 
-def test_a_rank_that_is_lost_before_anything_has_changed_ends_it() -> None:
-    mesh = Resized()
+def test_a_rank_that_is_lost_before_anything_has_changed_ends_it(mesh: Resized) -> None:
     begun = mesh.resize(6)
     mesh.kill(2)
     (find,) = messages_of(begun, messages.FindSharded)
@@ -418,8 +395,7 @@ def test_a_rank_that_is_lost_before_anything_has_changed_ends_it() -> None:
     assert len(mesh.status().ranks) == 4
 
 
-def test_a_rank_that_is_lost_while_others_leave_is_replaced_at_once() -> None:
-    mesh = Resized()
+def test_a_rank_that_is_lost_while_others_leave_is_replaced_at_once(mesh: Resized) -> None:
     asked = mesh.look(mesh.resize(3))
     mesh.kill(0)
     assert messages_of(mesh.leave(asked), messages.StartRanks)[0].ranks == (0,)
@@ -427,8 +403,7 @@ def test_a_rank_that_is_lost_while_others_leave_is_replaced_at_once() -> None:
 
 @pytest.mark.parametrize("victim", [0, 5], ids=["an old rank", "a new rank"])
 @pytest.mark.parametrize("step", ["form", "replay", "share"])
-def test_after_a_loss_in_any_later_step_a_heal_completes_the_resize(step: str, victim: int) -> None:
-    mesh = Resized()
+def test_after_a_loss_in_any_later_step_a_heal_completes_the_resize(mesh: Resized, step: str, victim: int) -> None:
     mesh.say(messages.RunCell(call="c0", ranks=(0, 1, 2, 3), source="import a", label="cell 0"))  # type: ignore[arg-type]
     mesh.finish("c0")
     effects = mesh.look(mesh.resize(6))
