@@ -44,7 +44,7 @@ GATE: dict[str, tuple[str, ...]] = {
     "the command line": ("cli/test_main.py", "cli/test_run.py", "cli/test_repl.py"),
     "agents and HTTP": ("gateway/test_http.py", "gateway/test_mcp.py"),
     "JupyterLab": ("browser/test_lab.py",),
-    "marimo": ("test_marimo.py", "browser/test_marimo.py"),
+    "marimo": ("test_marimo.py",),
     "the dashboard": ("browser/test_dashboard.py",),
 }
 

@@ -40,7 +40,7 @@ from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
 from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -154,24 +154,11 @@ def _spins() -> bool:
     return False
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    tick = threading.Event()
-    for _ in range(4000):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise AssertionError("it did not come about")
-
-
-def _until_it_spins() -> None:
-    _until(_spins)
-
-
 def test_an_interrupted_call_ends_and_the_others_go_on() -> None:
     counter = this_proc().spawn("interrupted", Counter)
     runs, waits = counter.spin.call_one(), counter.spin.call_one()
     other, last = counter.add.call_one(), counter.notes.call_one()
-    _until_it_spins()
+    when(_spins)
     waits.interrupt()
     runs.interrupt()
     for call, why in ((runs, "KeyboardInterrupt"), (waits, "before it began")):
@@ -276,7 +263,7 @@ def test_an_init_that_does_not_end_is_interrupted_too() -> None:
 def test_an_interrupt_reaches_what_the_endpoint_waits_for() -> None:
     first, second = (this_proc().spawn(name, Counter) for name in ("first", "second"))
     call = first.wait_for.call_one(second)
-    _until(lambda: _spins() and bool(futures._waiting_threads))  # the one spins, and the other waits for it
+    when(lambda: _spins() and bool(futures._waiting_threads))  # the one spins, and the other waits for it
     call.interrupt()
     with pytest.raises(ActorError, match="KeyboardInterrupt"):
         call.get(WAIT_S)
@@ -289,7 +276,7 @@ def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two()
     gate = this_proc().spawn("interrupted gate", Gate)
     waits, other = gate.wait.call_one("a"), gate.wait.call_one("b")
     spins = gate.spin.call_one()
-    _until_it_spins()
+    when(_spins)
     waits.interrupt()
     spins.interrupt()
     for call, why in ((spins, "KeyboardInterrupt"), (waits, "CancelledError")):
@@ -499,7 +486,7 @@ def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(monkeypatc
     assert reported.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
     (address,) = counters._ref.addresses  # its process may be known to be gone before its supervisor is
-    _until(lambda: local_transport().exit_reasons.has_mesh_ended(address))
+    when(lambda: local_transport().exit_reasons.has_mesh_ended(address))
     with pytest.raises(
         SupervisionError, match=r"has ended with its mesh: its supervisor \(pid \d+\) has ended; create"
     ):

@@ -20,7 +20,7 @@ from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
 from meshbook.actors.runtime.transport import local_transport
 from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActor
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -47,15 +47,6 @@ def _pids(mesh: Any) -> list[int]:
     return [found[3] for found in mesh.where.call().get(WAIT_S).values()]
 
 
-def _until(condition: Any) -> None:
-    tick = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("it did not come about within 20 s")
-
-
 def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_it_work(
     doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
 ) -> None:
@@ -65,7 +56,7 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
     from_here = counters.sleep.call(60)
     streamed = list(counters.slice(gpus=2).sleep.stream(60))
     from_actor = callers.slice(gpus=0).call_lost.call_one(counters)
-    _until(lambda: _has_called(callers))
+    when(lambda: _has_called(callers))
     os.kill(pids[2], signal.SIGKILL)
     with pytest.raises(SupervisionError, match=r"rank 2 of 'counters' is lost.*SIGKILL.*a slice without it") as caught:
         from_here.get(WAIT_S)
@@ -79,7 +70,7 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
         counters.add.call().get(WAIT_S)
     more = doomed.slice(gpus=slice(0, 2)).spawn("more", Counter)
     assert list(more.add.call().get(WAIT_S).values()) == [1, 1]
-    _until(lambda: unhandled)
+    when(lambda: unhandled)
     assert unhandled[0].ranks == (2,)
     assert "SIGKILL" in str(unhandled[0])
 
@@ -112,7 +103,7 @@ def test_callers_and_owners_hear_how_a_process_has_ended_however_late_its_superv
         assert (errors, unhandled) == ([], [])
     caller.join(WAIT_S)
     assert "was killed by SIGKILL" in str(errors[0])
-    _until(lambda: unhandled)
+    when(lambda: unhandled)
     assert "was killed by SIGKILL" in str(unhandled[0])
 
 
@@ -139,7 +130,7 @@ def test_the_owner_is_told_and_what_it_handles_goes_no_further(
     boss = procs.slice(gpus=0).spawn("boss", ParentActor, doomed, True)
     assert boss.ask.call_one().get(WAIT_S) == [1, 1, 1]
     boss.lose.call_one(1).get(WAIT_S)
-    _until(lambda: boss.news.call_one().get(WAIT_S))
+    when(lambda: boss.news.call_one().get(WAIT_S))
     (report,) = boss.news.call_one().get(WAIT_S)
     assert "rank 1 of 'staff' is lost" in report
     assert "was killed by SIGKILL" in report
@@ -152,7 +143,7 @@ def test_what_an_owner_does_not_handle_goes_to_its_owner(
 ) -> None:
     boss = procs.slice(gpus=0).spawn("lax boss", ParentActor, doomed, False)
     boss.lose.call_one(0).get(WAIT_S)
-    _until(lambda: unhandled)
+    when(lambda: unhandled)
     assert unhandled[0].mesh_name == "staff"
     assert unhandled[0].ranks == (0,)
     assert boss.news.call_one().get(WAIT_S)  # it was asked first, and lives
@@ -162,7 +153,7 @@ def test_what_an_owner_does_not_handle_goes_to_its_owner(
 def test_a_failed_broadcast_is_heard_by_the_owner(procs: ProcMesh, unhandled: list[MeshFailure]) -> None:
     counters = procs.slice(gpus=1).spawn("unheard", Counter)
     counters.fail.broadcast("nobody waits")
-    _until(lambda: unhandled)
+    when(lambda: unhandled)
     assert "unheard.fail" in str(unhandled[0])
     assert "nobody waits" in unhandled[0].report()
     assert counters.add.call_one().get(WAIT_S) == 1
@@ -229,7 +220,7 @@ def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch:
     monkeypatch.setitem(sys.modules, "meshbook.actor", door)
     counters = doomed.spawn("counters", Counter)
     os.kill(_pids(counters)[0], signal.SIGKILL)
-    _until(lambda: heard)
+    when(lambda: heard)
     assert heard[0].mesh_name == "counters"
     assert unhandled_faults.unhandled_fault_hook is not heard.append
     assert counters.slice(gpus=1).add.call_one().get(WAIT_S) == 1

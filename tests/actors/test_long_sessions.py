@@ -25,7 +25,7 @@ from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -42,15 +42,6 @@ def _kept(alive: lives.ActorRegistry) -> tuple[int, int, int]:
     local_transport().reactor.call_soon(heard.set)
     assert heard.wait(WAIT_S)
     return len(alive.owned), len(alive.actors), len(local_transport().replies)
-
-
-def _until(condition: Any) -> None:
-    tick = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("it did not come about within 20 s")
 
 
 def _stop_itself(actor: Any) -> None:
@@ -72,7 +63,7 @@ def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(
             counter.stop().get(WAIT_S)
     del counter
     gc.collect()
-    _until(lambda: _kept(alive) == before)
+    when(lambda: _kept(alive) == before)
 
 
 def test_processes_that_have_ended_leave_nothing_of_their_actors(
@@ -90,7 +81,7 @@ def test_processes_that_have_ended_leave_nothing_of_their_actors(
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(SupervisionError):
         counters.add.call().get(WAIT_S)
-    _until(lambda: _kept(alive) == before and len(heard) == 2)
+    when(lambda: _kept(alive) == before and len(heard) == 2)
     killed.stop().get(WAIT_S)
 
 

@@ -275,15 +275,10 @@ def marimo(browser: Browser, folder: Path, source: str) -> Iterator[MarimoNotebo
 
 
 class MarimoNotebook:
-    """A notebook on marimo's page.
-
-    Attributes:
-        stop_button: is found once a cell has run for a fifth of a second; before that marimo takes no clicks on it.
-    """
+    """A notebook on marimo's page."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.stop_button = page.locator('[data-testid="interrupt-button"]:not(.inactive-button)')
 
     def cell(self, index: int) -> MarimoCell:
         return MarimoCell(self.page.locator(".marimo-cell").nth(index))
@@ -294,13 +289,11 @@ class MarimoCell:
 
     Attributes:
         result: its value.
-        printed: what it printed.
     """
 
     def __init__(self, cell: Locator) -> None:
         self._cell = cell
         self.result: Locator = cell.locator('[id^="output-"]')
-        self.printed: Locator = cell.get_by_test_id("console-output-area")
 
     def start(self) -> None:
         """Click its run button; cells that depend on it follow."""

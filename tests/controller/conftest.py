@@ -1,4 +1,4 @@
-"""One mesh of four ranks for all tests that leave it clean; tests that break something start their own."""
+"""One mesh of four ranks for all tests that leave it clean, and meshes of their own for tests that break something."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from tests.shared import SharedMesh
 
 
@@ -22,3 +23,15 @@ def mesh(shared_mesh: SharedMesh) -> Iterator[Mesh]:
     """The shared mesh, which must be whole and idle again after the test."""
     yield shared_mesh.get()
     shared_mesh.check()
+
+
+@pytest.fixture
+def pair(starts_meshes: None) -> Iterator[Mesh]:
+    with create_mesh(2) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def trio(starts_meshes: None) -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        yield mesh

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ from tests.standstill import stopped
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
-@pytest.fixture
-def own_mesh() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
 def pid_of(mesh: Mesh, rank: int) -> int:
     pid = mesh.status().ranks[rank].pid
     assert pid is not None
@@ -42,9 +35,9 @@ def begun(mesh: Mesh, source: str) -> object:
     return future
 
 
-def test_a_killed_rank_ends_the_cell_and_is_named(own_mesh: Mesh) -> None:
-    future = begun(own_mesh, "print('my last words') if rank == 1 else None\nimport time\ntime.sleep(1000)")
-    pid = pid_of(own_mesh, 1)
+def test_a_killed_rank_ends_the_cell_and_is_named(trio: Mesh) -> None:
+    future = begun(trio, "print('my last words') if rank == 1 else None\nimport time\ntime.sleep(1000)")
+    pid = pid_of(trio, 1)
     os.kill(pid, signal.SIGKILL)
     error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, RankLost)
@@ -54,52 +47,52 @@ def test_a_killed_rank_ends_the_cell_and_is_named(own_mesh: Mesh) -> None:
     assert "SIGKILL" in str(error)
 
 
-def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(own_mesh: Mesh) -> None:
-    own_mesh.run("kept = rank * 10")
-    future = begun(own_mesh, "dist.all_reduce(torch.ones(3)) if rank != 1 else __import__('time').sleep(1000)")
-    os.kill(pid_of(own_mesh, 1), signal.SIGKILL)
+def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(trio: Mesh) -> None:
+    trio.run("kept = rank * 10")
+    future = begun(trio, "dist.all_reduce(torch.ones(3)) if rank != 1 else __import__('time').sleep(1000)")
+    os.kill(pid_of(trio, 1), signal.SIGKILL)
     assert isinstance(future.exception(WAIT_S), RankLost)  # type: ignore[attr-defined]
-    assert dict(own_mesh.run("kept").values) == {0: 0, 2: 20}
+    assert dict(trio.run("kept").values) == {0: 0, 2: 20}
 
 
-def test_a_lost_ranks_last_collective_is_named_with_its_line(own_mesh: Mesh) -> None:
-    own_mesh.run("dist.barrier()")
+def test_a_lost_ranks_last_collective_is_named_with_its_line(trio: Mesh) -> None:
+    trio.run("dist.barrier()")
     with pytest.raises(RankLost) as raised:
-        own_mesh.run("import os\n\ndist.all_reduce(torch.ones(2))\nif rank == 1: os.abort()")
+        trio.run("import os\n\ndist.all_reduce(torch.ones(2))\nif rank == 1: os.abort()")
     assert raised.value.last_collective is not None
     assert "all_reduce #" in raised.value.last_collective
     assert "line 3 of the cell" in raised.value.last_collective
 
 
-def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(own_mesh: Mesh) -> None:
-    own_mesh.kill(1)
-    when(lambda: own_mesh.session.lost == (1,))
+def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(trio: Mesh) -> None:
+    trio.kill(1)
+    when(lambda: trio.session.lost == (1,))
     with pytest.raises(RankLost, match="nothing was run"):
-        own_mesh.run("ran = True", ranks=[0, 1])
-    assert "ran" not in own_mesh.status().names
+        trio.run("ran = True", ranks=[0, 1])
+    assert "ran" not in trio.status().names
 
 
-def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(own_mesh: Mesh) -> None:
-    own_mesh.kill(2)
-    when(lambda: own_mesh.session.lost == (2,))
+def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(trio: Mesh) -> None:
+    trio.kill(2)
+    when(lambda: trio.session.lost == (2,))
     with pytest.raises(CellError, match=r"rank 2|peer|Connection"):
-        own_mesh.run("dist.all_reduce(torch.ones(1))", timeout=WAIT_S)
+        trio.run("dist.all_reduce(torch.ones(1))", timeout=WAIT_S)
 
 
-def test_a_rank_that_leaves_by_os_exit_is_lost_with_its_status(own_mesh: Mesh) -> None:
+def test_a_rank_that_leaves_by_os_exit_is_lost_with_its_status(trio: Mesh) -> None:
     with pytest.raises(RankLost) as raised:
-        own_mesh.run("import os\nif rank == 0: os._exit(7)\nimport time\ntime.sleep(1000)")
+        trio.run("import os\nif rank == 0: os._exit(7)\nimport time\ntime.sleep(1000)")
     assert (raised.value.ranks, raised.value.exit_code, raised.value.signal) == ((0,), 7, None)
 
 
-def test_what_c_code_wrote_just_before_it_aborted_is_among_the_last_lines(own_mesh: Mesh) -> None:
+def test_what_c_code_wrote_just_before_it_aborted_is_among_the_last_lines(trio: Mesh) -> None:
     with pytest.raises(RankLost) as raised:
-        own_mesh.run("import os\nif rank == 2:\n    os.write(2, b'assertion failed in C\\n'); os.abort()\n")
+        trio.run("import os\nif rank == 2:\n    os.write(2, b'assertion failed in C\\n'); os.abort()\n")
     assert raised.value.signal == "SIGABRT"
     assert "assertion failed in C" in raised.value.last_lines
 
 
-def test_the_rank_that_outgrows_its_memory_is_lost_and_the_others_live(own_mesh: Mesh) -> None:
+def test_the_rank_that_outgrows_its_memory_is_lost_and_the_others_live(trio: Mesh) -> None:
     source = (
         "if rank == 1:\n"
         "    import resource, ctypes\n"
@@ -108,85 +101,70 @@ def test_the_rank_that_outgrows_its_memory_is_lost_and_the_others_live(own_mesh:
         "    except MemoryError:\n        import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with pytest.raises(RankLost, match="memory runs out"):
-        own_mesh.run(source)
-    assert list(own_mesh.run("rank").values) == [0, 2]
+        trio.run(source)
+    assert list(trio.run("rank").values) == [0, 2]
 
 
-def test_the_death_of_an_idle_rank_is_news_at_once(own_mesh: Mesh) -> None:
+def test_the_death_of_an_idle_rank_is_news_at_once(trio: Mesh) -> None:
     news: list[int] = []
-    own_mesh.session.lost_listeners.append(lambda exited: news.extend(one.rank for one in exited))
-    os.kill(pid_of(own_mesh, 0), signal.SIGKILL)
+    trio.session.lost_listeners.append(lambda exited: news.extend(one.rank for one in exited))
+    os.kill(pid_of(trio, 0), signal.SIGKILL)
     when(lambda: news == [0])
-    assert "rank 0 lost" in repr(own_mesh)
+    assert "rank 0 lost" in repr(trio)
 
 
-def test_a_second_stop_kills_a_rank_that_keeps_the_gil(own_mesh: Mesh, gate: Gate) -> None:
+def test_a_second_stop_kills_a_rank_that_keeps_the_gil(trio: Mesh, gate: Gate) -> None:
     # PyDLL keeps the GIL, and a mutex that is locked twice waits for ever, whatever signals come.
     source = f"""import ctypes, time
 {gate.wait}
 mutex = ctypes.create_string_buffer(128)
 while rank == 1: ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 time.sleep(1000)"""
-    future = begun(own_mesh, source)
+    future = begun(trio, source)
     gate.open()
-    when(lambda: own_mesh.status().ranks[1].state == "silent")
+    when(lambda: trio.status().ranks[1].state == "silent")
     future.interrupt()  # type: ignore[attr-defined]
-    when(lambda: [own_mesh.status().ranks[rank].state for rank in (0, 2)] == ["idle", "idle"])
-    own_mesh.session.interrupt(own_mesh.ranks, hard=True)
+    when(lambda: [trio.status().ranks[rank].state for rank in (0, 2)] == ["idle", "idle"])
+    trio.session.interrupt(trio.ranks, hard=True)
     error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, RankLost)
     assert error.ranks == (1,)
-    assert list(own_mesh.run("rank").values) == [0, 2]
+    assert list(trio.run("rank").values) == [0, 2]
 
 
-def test_a_rank_that_would_not_stop_is_named_under_the_cell(own_mesh: Mesh) -> None:
-    said: list[str] = []
-    stubborn = (
-        "import time\nwhile True:\n    try:\n        print('begun')\n        while True: time.sleep(0.01)\n"
-        "    except KeyboardInterrupt: pass"
-    )
-    command = own_mesh.session.cell_command(stubborn, (1,))
-    source = own_mesh.session.request(command, on_output=lambda items: said.extend(map(str, items)))
-    when(lambda: "begun" in own_mesh.logs(1))
-    own_mesh.session.interrupt((1,), target=command.call)
-    when(lambda: any("did not come back from Stop: rank 1 (pid" in one for one in said))
-    own_mesh.session.interrupt((1,), target=command.call, hard=True)
-    source.result(WAIT_S)
-
-
-def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(own_mesh: Mesh) -> None:
-    pid = pid_of(own_mesh, 1)
+def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(trio: Mesh) -> None:
+    pid = pid_of(trio, 1)
     os.kill(pid, signal.SIGSTOP)
     try:
-        when(lambda: own_mesh.status().ranks[1].state == "silent")
+        when(lambda: trio.status().ranks[1].state == "silent")
     finally:
         os.kill(pid, signal.SIGCONT)
-    when(lambda: own_mesh.status().ranks[1].state == "idle")
-    assert list(own_mesh.run("rank").values) == [0, 1, 2]
+    when(lambda: trio.status().ranks[1].state == "idle")
+    assert list(trio.run("rank").values) == [0, 1, 2]
 
 
-def test_a_size_mismatch_that_aborts_a_rank_is_a_lost_rank_not_a_hang(own_mesh: Mesh) -> None:
+def test_a_size_mismatch_that_aborts_a_rank_is_a_lost_rank_not_a_hang(trio: Mesh) -> None:
     with pytest.raises((RankLost, CellError)):
-        own_mesh.run("dist.broadcast(torch.ones(4 if rank else 4000), 0)", timeout=WAIT_S)
+        trio.run("dist.broadcast(torch.ones(4 if rank else 4000), 0)", timeout=WAIT_S)
 
 
-def test_a_supervisor_that_dies_with_its_standby_takes_its_ranks_along_and_the_client_is_told(own_mesh: Mesh) -> None:
-    pids = [pid_of(own_mesh, rank) for rank in own_mesh.ranks]
-    future = begun(own_mesh, "import time\ntime.sleep(1000)")
-    kill_supervisor(own_mesh.session.info.supervisor_pid)
+def test_a_supervisor_that_dies_with_its_standby_takes_its_ranks_along_and_the_client_is_told(trio: Mesh) -> None:
+    pids = [pid_of(trio, rank) for rank in trio.ranks]
+    future = begun(trio, "import time\ntime.sleep(1000)")
+    kill_supervisor(trio.session.info.supervisor_pid)
     with pytest.raises(NotAttached, match="supervisor"):
         future.result(WAIT_S)  # type: ignore[attr-defined]
     when(lambda: not any(Path(f"/proc/{pid}/stat").exists() for pid in pids))
     with pytest.raises(NotAttached, match="%mesh start"):
-        own_mesh.run("1")
+        trio.run("1")
 
 
-def test_a_supervisor_that_is_told_to_end_by_a_signal_says_so_and_a_hangup_does_nothing(own_mesh: Mesh) -> None:
-    supervisor = own_mesh.session.info.supervisor_pid
+def test_a_supervisor_that_is_told_to_end_by_a_signal_says_so_and_a_hangup_does_nothing(trio: Mesh) -> None:
+    supervisor = trio.session.info.supervisor_pid
     os.kill(supervisor, signal.SIGHUP)
     os.kill(supervisor, signal.SIGINT)
-    assert list(own_mesh.run("rank").values) == [0, 1, 2]
-    future = begun(own_mesh, "import time\ntime.sleep(1000)")
+    assert list(trio.run("rank").values) == [0, 1, 2]
+    future = begun(trio, "import time\ntime.sleep(1000)")
     os.kill(supervisor, signal.SIGTERM)
     error = future.exception(WAIT_S)  # type: ignore[attr-defined]
     assert isinstance(error, NotAttached)
@@ -212,15 +190,15 @@ def test_a_torch_that_cannot_be_imported_fails_the_start_with_its_reason_and_lea
     when(lambda: {found.name for found in keys.list_connections()} <= before)
 
 
-def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh) -> None:
-    future = begun(own_mesh, "step = 5\nimport time\ntime.sleep(1000)")
+def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(trio: Mesh) -> None:
+    future = begun(trio, "step = 5\nimport time\ntime.sleep(1000)")
     future.interrupt()  # type: ignore[attr-defined]
     assert isinstance(future.exception(WAIT_S), CellInterrupted)  # type: ignore[attr-defined]
-    assert own_mesh.run("step").values.same() == 5
+    assert trio.run("step").values.same() == 5
 
 
 @pytest.mark.thorough
-def test_a_host_that_stands_still_in_a_stop_does_not_interrupt_the_clean_up(own_mesh: Mesh, tmp_path: Path) -> None:
+def test_a_host_that_stands_still_in_a_stop_does_not_interrupt_the_clean_up(trio: Mesh, tmp_path: Path) -> None:
     begun, cleaning, later, cleaned = (tmp_path / name for name in ("begun", "cleaning", "later", "cleaned"))
     source = f"""
 import time, pathlib
@@ -236,11 +214,11 @@ finally:
     until(at + 0.7, {str(later)!r})
     until(at + 1.7, {str(cleaned)!r})
 """
-    supervisor = own_mesh.status().supervisor_pid
-    command = own_mesh.session.cell_command(source, (1,))
-    future = own_mesh.session.request(command)
+    supervisor = trio.status().supervisor_pid
+    command = trio.session.cell_command(source, (1,))
+    future = trio.session.request(command)
     when(begun.exists)
-    own_mesh.session.interrupt((1,), target=command.call)
+    trio.session.interrupt((1,), target=command.call)
     when(cleaning.exists)
     with stopped(supervisor):  # before it repeats the signal, mostly
         when(later.exists)
@@ -248,21 +226,21 @@ finally:
     assert cleaned.exists()
 
 
-def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
+def test_a_stop_reaches_a_rank_that_takes_its_cell_late(trio: Mesh) -> None:
     # A rank that is stopped is let go on, gets the signals as one, and reads its cell after that.
-    late, session, said = pid_of(own_mesh, 1), own_mesh.session, list[object]()
+    late, session, said = pid_of(trio, 1), trio.session, list[object]()
     os.kill(late, signal.SIGSTOP)
-    command = session.cell_command("while True: pass", own_mesh.ranks)
+    command = session.cell_command("while True: pass", trio.ranks)
     future = session.request(command, on_output=said.append)
-    session.interrupt(own_mesh.ranks, target=command.call)
+    session.interrupt(trio.ranks, target=command.call)
     assert {part.outcome.status for part in future.result(WAIT_S).outcomes} == {"interrupted"}
     assert "rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop" in str(said)
-    assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
+    assert dict(trio.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
 
 @pytest.mark.thorough
-def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: Mesh) -> None:
-    own_mesh.run(
+def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(trio: Mesh) -> None:
+    trio.run(
         "import time\n"
         "def hook(*_):\n"
         "    if rank == 1 and not hook.has_run:\n"
@@ -272,29 +250,29 @@ def test_a_stop_in_a_hook_of_ipython_ends_the_cell_that_would_follow(own_mesh: M
         "hook.has_run = False\n"
         "get_ipython().events.register('pre_execute', hook)"
     )
-    future = own_mesh.run("went_on = True\nwhile True: time.sleep(0.01)", wait=False, echo=False)
-    when(lambda: "in the hook" in own_mesh.logs(1))
+    future = trio.run("went_on = True\nwhile True: time.sleep(0.01)", wait=False, echo=False)
+    when(lambda: "in the hook" in trio.logs(1))
     future.interrupt()
     assert isinstance(future.exception(WAIT_S), CellInterrupted)
-    assert dict(own_mesh.run("'went_on' in globals()").values)[1] is False
+    assert dict(trio.run("'went_on' in globals()").values)[1] is False
 
 
 @pytest.mark.thorough
-def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(own_mesh: Mesh) -> None:
-    own_mesh.run(
+def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(trio: Mesh) -> None:
+    trio.run(
         "import signal\n"
         "def handle(*_):\n"
         "    raise TimeoutError('the alarm of a cell that is over')\n"
         "signal.signal(signal.SIGUSR1, handle)\n"
         "kept = 42"
     )
-    os.kill(pid_of(own_mesh, 1), signal.SIGUSR1)
-    when(lambda: "the alarm of a cell that is over" in own_mesh.logs(1))
-    assert dict(own_mesh.run("kept").values) == dict.fromkeys(range(3), 42)
+    os.kill(pid_of(trio, 1), signal.SIGUSR1)
+    when(lambda: "the alarm of a cell that is over" in trio.logs(1))
+    assert dict(trio.run("kept").values) == dict.fromkeys(range(3), 42)
 
 
 @pytest.mark.thorough
-def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(own_mesh: Mesh) -> None:
+def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(trio: Mesh) -> None:
     source = (
         "import sys\n"
         "def trace(frame, event, arg):\n"
@@ -304,13 +282,13 @@ def test_what_a_signal_handler_raises_when_the_end_has_been_sent_is_in_the_log(o
         "if rank == 1:\n"
         "    sys.setprofile(trace)"
     )
-    own_mesh.run(source, timeout=WAIT_S)
-    when(lambda: "TimeoutError: later than late" in own_mesh.logs(1))
-    assert dict(own_mesh.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
+    trio.run(source, timeout=WAIT_S)
+    when(lambda: "TimeoutError: later than late" in trio.logs(1))
+    assert dict(trio.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
 
 
 @pytest.mark.thorough
-def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
+def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(trio: Mesh) -> None:
     source = (
         "import sys\n"
         "def trace(frame, event, arg):\n"  # a profiler raises where a signal handler would, but at a line of our choice
@@ -321,8 +299,8 @@ def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone
         "    sys.setprofile(trace)"
     )
     with pytest.raises(CellError, match="too late"):
-        own_mesh.run(source, timeout=WAIT_S)
-    assert dict(own_mesh.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
+        trio.run(source, timeout=WAIT_S)
+    assert dict(trio.run("rank", timeout=WAIT_S).values) == {0: 0, 1: 1, 2: 2}
 
 
 # A loader whose workers are stuck, one of them on each rank, and a program in a session of its own.
@@ -369,8 +347,8 @@ finally:
 
 
 @pytest.mark.thorough
-def test_workers_do_not_collect_what_their_rank_has_dropped(own_mesh: Mesh) -> None:
-    own_mesh.run(DROPPED, timeout=WAIT_S)
+def test_workers_do_not_collect_what_their_rank_has_dropped(trio: Mesh) -> None:
+    trio.run(DROPPED, timeout=WAIT_S)
 
 
 def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:
@@ -435,19 +413,19 @@ groups.conclude = conclude
 
 
 @pytest.mark.thorough
-def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(own_mesh: Mesh) -> None:
+def test_a_call_whose_end_fails_again_and_again_is_reported_all_the_same(trio: Mesh) -> None:
     """Else its host would wait for it for ever, and with it every call that comes after."""
     with pytest.raises(CellError, match="the end of the call fails"):
-        own_mesh.run(FAILING_END, ranks=1, wait=False, echo=False).result(WAIT_S)
-    assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
+        trio.run(FAILING_END, ranks=1, wait=False, echo=False).result(WAIT_S)
+    assert dict(trio.run("rank", echo=False).values) == {rank: rank for rank in trio.ranks}
 
 
 @pytest.mark.thorough
-def test_output_that_cannot_be_sent_is_reported_and_the_rank_goes_on(own_mesh: Mesh, gate: Gate) -> None:
+def test_output_that_cannot_be_sent_is_reported_and_the_rank_goes_on(trio: Mesh, gate: Gate) -> None:
     """It is sent while the cell runs, with a number; its host waited for that number before it took the cell's end."""
     display = "from IPython.display import display\ndisplay({'text/plain': 'large', 'a/b': 1 << 70}, raw=True)"
-    future = own_mesh.run(f"{display}\n{gate.wait}", ranks=1, wait=False, echo=False)
-    when(lambda: "OverflowError" in own_mesh.logs(1))
+    future = trio.run(f"{display}\n{gate.wait}", ranks=1, wait=False, echo=False)
+    when(lambda: "OverflowError" in trio.logs(1))
     gate.open()
     future.result(WAIT_S)
-    assert dict(own_mesh.run("rank", echo=False).values) == {rank: rank for rank in own_mesh.ranks}
+    assert dict(trio.run("rank", echo=False).values) == {rank: rank for rank in trio.ranks}

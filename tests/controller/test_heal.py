@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,18 +26,6 @@ pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 DEADLINE_S = WAIT_S
 HELD_UP_S = 60.0  # how long ranks wait for each other to connect
-
-
-@pytest.fixture
-def trio() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-def pair() -> Iterator[Mesh]:
-    with create_mesh(2) as mesh:
-        yield mesh
 
 
 def kill(mesh: Mesh, *ranks: int) -> None:

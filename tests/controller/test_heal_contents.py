@@ -5,8 +5,6 @@ Training after a heal is compared with the same training on a mesh that lost nob
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from meshbook.controller.mesh import Mesh
@@ -16,18 +14,6 @@ from tests.budget import WAIT_S
 from tests.controller.test_heal import kill, values
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
-
-
-@pytest.fixture
-def trio() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-def pair() -> Iterator[Mesh]:
-    with create_mesh(2) as mesh:
-        yield mesh
 
 
 TRAINING = """

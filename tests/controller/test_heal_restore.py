@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError
 from tests.controller.test_checkpoints import FSDP, MODEL, are_equal, same
 from tests.controller.test_heal import kill
@@ -22,12 +20,6 @@ from tests.controller.test_heal import kill
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 BUILD = MODEL + FSDP.format(seed=1, lr=0.05)
-
-
-@pytest.fixture
-def pair() -> Iterator[Mesh]:
-    with create_mesh(2) as mesh:
-        yield mesh
 
 
 def saved(mesh: Mesh, path: Path, *, setup: bool = True) -> Any:

@@ -53,12 +53,6 @@ def mesh(shared: Mesh) -> Iterator[Mesh]:
     assert dict(shared.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
 
-@pytest.fixture
-def own_mesh() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
 def snapshot_when(subscription: MeshSubscription, condition: Callable[[MeshSnapshot], bool]) -> MeshSnapshot:
     """The first snapshot seen that is so."""
     when(lambda: condition(subscription.snapshot))
@@ -129,27 +123,27 @@ def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh)
     assert len(hanging.said) == 1
 
 
-def test_a_rank_that_is_stopped_is_named_and_its_stack_is_still_to_be_had(own_mesh: Mesh) -> None:
-    with Hanging(own_mesh):
-        pid = own_mesh.status().ranks[2].pid
+def test_a_rank_that_is_stopped_is_named_and_its_stack_is_still_to_be_had(trio: Mesh) -> None:
+    with Hanging(trio):
+        pid = trio.status().ranks[2].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
             when(lambda: is_stopped(pid))
-            why, stacks = own_mesh.why(), own_mesh.stacks()
+            why, stacks = trio.why(), trio.stacks()
         finally:
             os.kill(pid, signal.SIGCONT)
     assert ("stopped", (2,)) in [(found.kind, found.ranks) for found in why.findings]
     assert stacks[2] or "py-spy" in stacks.problems[2]
 
 
-def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: Mesh) -> None:
-    future = own_mesh.run(HANG, wait=False, echo=False)
-    when(lambda: "line 4" in own_mesh.why().text)
-    pid = own_mesh.status().ranks[2].pid
+def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(trio: Mesh) -> None:
+    future = trio.run(HANG, wait=False, echo=False)
+    when(lambda: "line 4" in trio.why().text)
+    pid = trio.status().ranks[2].pid
     assert pid is not None
     answers: list[Any] = []
-    asking = [threading.Thread(target=lambda: answers.append(own_mesh.stacks())) for _ in range(8)]
+    asking = [threading.Thread(target=lambda: answers.append(trio.stacks())) for _ in range(8)]
     for number, thread in enumerate(asking):
         thread.start()
         if number == 3:
@@ -159,8 +153,8 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
     assert len(answers) == 8
     assert all(set(stacks) == {0, 1, 2} for stacks in answers)
     assert isinstance(future.exception(WAIT_S), RankLost)
-    assert "killed by SIGKILL" in own_mesh.stacks().text
-    assert "killed" in [found.kind for found in own_mesh.why().findings]
+    assert "killed by SIGKILL" in trio.stacks().text
+    assert "killed" in [found.kind for found in trio.why().findings]
 
 
 # ---- those that watch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,18 +33,6 @@ pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 DEADLINE_S = WAIT_S
 SUM = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)"
-
-
-@pytest.fixture
-def pair() -> Iterator[Mesh]:
-    with create_mesh(2) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-def trio() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
 
 
 def is_whole(mesh: Mesh, size: int) -> bool:

@@ -71,6 +71,11 @@ TWO_HOSTS = {0: (0, 1), 1: (2, 3)}
 # Merging
 
 
+@pytest.fixture
+def merger():
+    return FoldMerger(TWO_HOSTS)
+
+
 def test_lines_that_all_hosts_sent_are_one():
     assert merged(TWO_HOSTS, ["a\nb\n"] * 4) == [line("a", 0, 1, 2, 3), line("b", 0, 1, 2, 3)]
 
@@ -120,8 +125,7 @@ def test_parts_of_hosts_that_say_the_same_come_together():
     assert said(merged(TWO_HOSTS, texts)) == [((0, 2), "even"), ((1, 3), "odd")]
 
 
-def test_displays_of_hosts_are_one():
-    merger = FoldMerger(TWO_HOSTS)
+def test_displays_of_hosts_are_one(merger):
     shown = Display({"text/plain": "A"})
     for host, ranks in TWO_HOSTS.items():
         merger.feed(host, sent([RankDisplay(ranks, shown)]), 0.0)
@@ -135,8 +139,7 @@ def test_a_last_line_without_an_end_keeps_that():
     assert [one.end for one in merged(TWO_HOSTS, ["a", "a", "b\n", "b\n"])] == ["\n", "\n"]
 
 
-def test_a_host_is_waited_for_but_not_for_long():
-    merger = FoldMerger(TWO_HOSTS)
+def test_a_host_is_waited_for_but_not_for_long(merger):
     merger.feed(0, [line("a", 0, 1)], 1.0)
     assert merger.flush(1.05) == []
     assert merger.next_deadline() == pytest.approx(1.0 + MAX_AGE_S)
@@ -147,8 +150,7 @@ def test_a_host_is_waited_for_but_not_for_long():
     assert merger.next_deadline() is None
 
 
-def test_a_host_that_was_late_is_not_folded_with_the_next_step():
-    merger = FoldMerger(TWO_HOSTS)
+def test_a_host_that_was_late_is_not_folded_with_the_next_step(merger):
 
     def fold_of(host, step):
         texts = [f"step {step} loss {step}.{rank}\n" for rank in range(4)]
@@ -174,8 +176,7 @@ def test_a_flood_of_a_host_is_bounded_and_told_of():
     assert notice.item.text.startswith(f"… {1001 - len(items):,} lines")
 
 
-def test_a_host_that_speaks_nonsense_is_taken_at_its_word_and_no_further():
-    merger = FoldMerger(TWO_HOSTS)
+def test_a_host_that_speaks_nonsense_is_taken_at_its_word_and_no_further(merger):
     odd = [
         line(
             "loss 1…2",
@@ -209,8 +210,7 @@ def test_live_lines_of_hosts_are_one():
     assert live(again) == [((0, 1, 2, 3), "10…12% (rank 3: 50)|| 10…12 (rank 3: 50)/100")]
 
 
-def test_live_lines_of_hosts_move_at_most_ten_times_a_second():
-    merger = FoldMerger(TWO_HOSTS)
+def test_live_lines_of_hosts_move_at_most_ten_times_a_second(merger):
     shown = []
     for millisecond in range(1000):
         merger.feed(millisecond % 2, [line(f"{millisecond}", 2 * (millisecond % 2), live=True)], millisecond / 1000)

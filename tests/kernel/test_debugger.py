@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 
@@ -12,7 +10,7 @@ import pytest
 import meshbook
 from meshbook.cli import kernels
 from tests.budget import when
-from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel
+from tests.kernel.frontend import Cell, FrontEnd, kernel
 
 pytestmark = pytest.mark.usefixtures("starts_kernels")
 
@@ -91,17 +89,15 @@ def test_a_rank_in_a_collective_waits_for_the_one_that_is_stopped(front: FrontEn
     assert cell.result == "3.0"
 
 
-@pytest.mark.parametrize("source", [IN_A_FUNCTION, ONE_IN_A_COLLECTIVE])
-def test_quitting_ends_the_cell_on_all_ranks(front: FrontEnd, source: str) -> None:
-    cell = debug(front, source, "p 1", "q")
+def test_quitting_ends_the_cell_on_all_ranks(front: FrontEnd) -> None:
+    cell = debug(front, ONE_IN_A_COLLECTIVE, "p 1", "q")
     assert cell.reply["ename"] == "KeyboardInterrupt"
     assert "was stopped on ranks 0-1" in cell.reply["evalue"]
     assert "pdb.py" not in cell.traceback
 
 
-@pytest.mark.parametrize("source", [IN_A_FUNCTION, ONE_IN_A_COLLECTIVE])
-def test_stop_at_the_prompt_ends_the_cell_on_all_ranks(front: FrontEnd, source: str) -> None:
-    cell = begin(front, source)
+def test_stop_at_the_prompt_ends_the_cell_on_all_ranks(front: FrontEnd) -> None:
+    cell = begin(front, ONE_IN_A_COLLECTIVE)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     debug(front, "1")
@@ -226,19 +222,3 @@ def test_a_port_for_vs_code_is_opened_with_the_entry_that_attaches_and_cells_are
     source = "__import__('pathlib').Path(seen.__code__.co_filename).read_text()"
     assert "def seen(): return 1" in (front.run(f"%%mesh --ranks 1\n{source}").result or "")
     assert "--port is debugpy's" in front.run("%mesh debug 1 --port 5678").text
-
-
-def test_a_rank_that_dies_at_the_prompt_ends_the_cell_for_all_and_the_others_keep_what_they_have(run: object) -> None:
-    with kernel() as front:
-        front.run("kept = 41 + rank")
-        pids = front.pids()
-        cell = begin(front, IN_A_FUNCTION)
-        pid = pids["rank 1"]
-        os.kill(pid, signal.SIGKILL)
-        when(lambda: has_exited(pid), "the end of rank 1")
-        front.input_replies[:] = ["p 1", "c"]
-        front.wait(cell)
-        assert "RankLost" in cell.traceback
-        assert front.run("%mesh heal").status == "ok"
-        assert "41" in (front.run("%%mesh --ranks 0\nkept").result or "")
-        debug(front, IN_A_FUNCTION, "c")

@@ -232,16 +232,3 @@ def test_a_page_that_is_reloaded_while_a_cell_runs_is_shown_where_its_output_is(
         assert "reloaded" not in shared.run("1 + 1").notes
     finally:
         page.close()
-
-
-def test_a_page_whose_first_request_comes_just_after_the_cell_is_shown_where_its_output_is(shared: FrontEnd) -> None:
-    number = shared.run("print('over')").reply["execution_count"]
-    page = FrontEnd(shared.manager, own_session=True)
-    try:
-        assert page.run("'here'").notes == (
-            f"the page was opened or reloaded while cell {number} ran, or just after; its whole output: "
-            f"%mesh history {number}"
-        )
-        assert page.run("'here'").notes == ""
-    finally:
-        page.close()

@@ -36,8 +36,12 @@ class Notebook:
         return missed
 
 
-def test_a_page_that_is_new_while_a_cell_runs_has_missed_that_cell_and_hears_it_once() -> None:
-    notebook = Notebook()
+@pytest.fixture
+def notebook() -> Notebook:
+    return Notebook()
+
+
+def test_a_page_that_is_new_while_a_cell_runs_has_missed_that_cell_and_hears_it_once(notebook: Notebook) -> None:
     assert notebook.run("a") == ()
     assert notebook.begin("a") == ()
     notebook.pages.saw("b")
@@ -46,8 +50,7 @@ def test_a_page_that_is_new_while_a_cell_runs_has_missed_that_cell_and_hears_it_
     assert notebook.run("b") == ()
 
 
-def test_it_has_missed_the_cells_that_were_queued_too_but_none_from_before() -> None:
-    notebook = Notebook()
+def test_it_has_missed_the_cells_that_were_queued_too_but_none_from_before(notebook: Notebook) -> None:
     notebook.run("a")
     notebook.begin("a")
     notebook.pages.saw("b")
@@ -68,9 +71,8 @@ def test_a_page_that_is_opened_while_nothing_runs_has_missed_nothing_that_is_kno
 
 
 def test_a_page_that_is_slow_to_send_its_first_request_has_missed_the_cell_that_has_just_ended(
-    clock: list[float],
+    notebook: Notebook, clock: list[float]
 ) -> None:
-    notebook = Notebook()
     notebook.run("a")
     notebook.run("a")
     clock[0] += 5.0
@@ -79,16 +81,14 @@ def test_a_page_that_is_slow_to_send_its_first_request_has_missed_the_cell_that_
     assert notebook.run("b") == ()
 
 
-def test_the_page_whose_cell_ran_has_missed_nothing_when_another_is_opened() -> None:
-    notebook = Notebook()
+def test_the_page_whose_cell_ran_has_missed_nothing_when_another_is_opened(notebook: Notebook) -> None:
     notebook.begin("a")
     notebook.pages.saw("b")
     notebook.end("a")
     assert notebook.run("a") == ()
 
 
-def test_a_page_that_was_reloaded_twice_has_missed_all_since_it_was_first_seen() -> None:
-    notebook = Notebook()
+def test_a_page_that_was_reloaded_twice_has_missed_all_since_it_was_first_seen(notebook: Notebook) -> None:
     notebook.begin("a")
     notebook.pages.saw("b")
     notebook.pages.saw("c")
@@ -96,16 +96,14 @@ def test_a_page_that_was_reloaded_twice_has_missed_all_since_it_was_first_seen()
     assert notebook.run("c") == (1,)
 
 
-def test_a_cell_that_ran_in_the_notebooks_own_process_is_not_in_the_history() -> None:
-    notebook = Notebook()
+def test_a_cell_that_ran_in_the_notebooks_own_process_is_not_in_the_history(notebook: Notebook) -> None:
     notebook.begin("a")
     notebook.pages.saw("b")
     notebook.end("a", on_ranks=False)
     assert notebook.run("b") == ()
 
 
-def test_a_thousand_other_sessions_do_not_make_a_known_page_a_new_one() -> None:
-    notebook = Notebook()
+def test_a_thousand_other_sessions_do_not_make_a_known_page_a_new_one(notebook: Notebook) -> None:
     for number in range(5000):
         notebook.pages.saw(f"probe {number}")
         assert notebook.run("a") == ()

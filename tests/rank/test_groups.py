@@ -409,19 +409,6 @@ def test_after_a_break_no_new_group_is_begun(trio: World) -> None:
     assert "(stop)" in str(error)
 
 
-def test_a_late_word_about_a_former_epoch_breaks_nothing(trio: World) -> None:
-    former = trio.generation
-    trio.form_groups()
-    trio.members[0].run_in_service_thread(sever_epoch, former)
-    assert trio.run(is_broken) == [False] * 3
-    trio.members[0].run_in_service_thread(sever_epoch, trio.generation)
-    assert trio.run(is_broken) == [True, False, False]
-
-
-def sever_epoch(here: RankContext, epoch: int) -> None:
-    here.groups.abort(RankLost("gone"), generation=epoch)
-
-
 def user_sockets(here: RankContext) -> None:
     """Connections of the user's own, one of them to a listener that was there before the groups were formed again."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -49,8 +49,12 @@ def library(name: str, source: str, **names: object) -> types.ModuleType:
     return module
 
 
-def test_a_collective_knows_what_was_called_on_which_group_and_where() -> None:
-    ring = CollectiveRing()
+@pytest.fixture
+def ring() -> CollectiveRing:
+    return CollectiveRing()
+
+
+def test_a_collective_knows_what_was_called_on_which_group_and_where(ring: CollectiveRing) -> None:
     label = GroupLabel("dp", (1, 3))
     collective = ring.begin("all_reduce", label, [FakeTensor(2, 3), FakeTensor(4, dtype="torch.int64")])
     line = sys._getframe().f_lineno - 1
@@ -85,8 +89,7 @@ def test_only_its_first_end_counts() -> None:
     assert collective.t_end == 2.0
 
 
-def test_the_sequence_counts_on_the_rank_and_in_each_group() -> None:
-    ring = CollectiveRing()
+def test_the_sequence_counts_on_the_rank_and_in_each_group(ring: CollectiveRing) -> None:
     world, pair = GroupLabel("0", WORLD), GroupLabel("1", (0, 1))
     made = [begin(ring, label=label) for label in (world, pair, world, pair, pair)]
     assert [collective.seq for collective in made] == [1, 2, 3, 4, 5]
@@ -145,8 +148,7 @@ def test_the_users_line_is_the_innermost_outside_of_libraries(tmp_path: Path) ->
     assert collective.line == (str(tmp_path / "trainer.py"), 3, "step")
 
 
-def test_files_can_be_skipped_later(tmp_path: Path) -> None:
-    ring = CollectiveRing()
+def test_files_can_be_skipped_later(ring: CollectiveRing, tmp_path: Path) -> None:
     torch = library(
         str(tmp_path / "torch" / "c10d.py"),
         "def run(): return ring.begin('x', label)",
@@ -173,8 +175,7 @@ def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path
     assert collective.line.function == "test_a_thread_without_user_code_points_at_what_the_main_thread_runs"
 
 
-def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
-    ring = CollectiveRing()
+def test_a_kept_collective_keeps_neither_tensors_nor_locals(ring: CollectiveRing) -> None:
     held: list[weakref.ref[FakeTensor]] = []
 
     def cell() -> None:
@@ -208,8 +209,7 @@ def test_one_that_nobody_waits_for_is_asked_when_somebody_looks() -> None:
     assert ring.snapshot() == (collective,)  # and is not asked again
 
 
-def test_one_whose_end_will_be_told_is_not_asked() -> None:
-    ring = CollectiveRing()
+def test_one_whose_end_will_be_told_is_not_asked(ring: CollectiveRing) -> None:
     collective = begin(ring)
     ring.set_completion_check(collective, lambda: True)
     ring.set_completion_check(collective, None)
@@ -271,8 +271,7 @@ def test_two_threads_never_get_the_same_number() -> None:
     assert sorted(collective.group_seq for collective in ring.snapshot()) == list(range(1, 4001))
 
 
-def test_it_reads_like_a_sentence() -> None:
-    ring = CollectiveRing()
+def test_it_reads_like_a_sentence(ring: CollectiveRing) -> None:
     collective = begin(ring)
     assert repr(collective).startswith("<all_reduce #1 on 0 at ")
     assert repr(collective).endswith(": running>")
@@ -293,8 +292,7 @@ def _assert_triggered() -> bool:
     raise RuntimeError("CUDA error: device-side assert triggered\nmore of it")
 
 
-def test_a_question_that_raises_leaves_the_end_of_its_collective_unknown_and_no_other() -> None:
-    ring = CollectiveRing()
+def test_a_question_that_raises_leaves_the_end_of_its_collective_unknown_and_no_other(ring: CollectiveRing) -> None:
     failed, other = _asked(ring, _assert_triggered), _asked(ring, lambda: False)
     assert ring.running() == (other,)
     assert failed.error == ("whether it has ended is unknown: RuntimeError: CUDA error: device-side assert triggered")

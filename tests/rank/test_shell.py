@@ -690,16 +690,6 @@ def test_sigint_between_cells_is_nobodys(rank: Rank) -> None:
     assert rank.gate.num_missed == 1
 
 
-def test_the_line_of_a_running_cell_can_be_found_from_another_thread(rank: Rank) -> None:
-    seen: list[int | None] = []
-    main = threading.get_ident()
-
-    rank.shell.user_ns["look"] = lambda: seen.append(rank.line(main))
-    rank.ok("import threading\nt = threading.Thread(target=look)\nt.start()\nt.join()")
-    assert seen[0] in (3, 4)
-    assert rank.runner.running_file is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Calls
 

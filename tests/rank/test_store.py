@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from meshbook.rank.process_groups.store import MeshStore
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import keys
 from meshbook.wire.loop import Loop
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.connections import cut
 
 
@@ -162,18 +162,9 @@ def test_a_wait_that_is_given_up_ends_and_the_next_one_works(served: Served, in_
     waits = threading.Thread(target=wait)
     waits.start()
     begun.wait(WAIT_S)
-    until(lambda: bool(served.server.store._pending))
+    when(lambda: bool(served.server.store._pending))
     ours.cancel_waits()
     waits.join(WAIT_S)
     assert "given up" in str(errors[0])
     store.set("never", b"now")
     assert store.get("never") == b"now"
-
-
-def until(true: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if true():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not become true")

@@ -65,8 +65,12 @@ class Table:
         return self.calls.part_received(host, report, 1.0)
 
 
-def test_a_call_ends_with_the_last_of_its_hosts_and_only_once() -> None:
-    table = Table()
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def test_a_call_ends_with_the_last_of_its_hosts_and_only_once(table: Table) -> None:
     table.finish(0, part("ok", 0), part("error", 1))
     assert (table.ended, table.call.remaining_ranks(), table.monitoring.finished) == ([], (2, 3), [0, 1])
     table.finish(1, part("ok", 2, 3))
@@ -75,8 +79,7 @@ def test_a_call_ends_with_the_last_of_its_hosts_and_only_once() -> None:
     assert table.finish(1, part("ok", 2, 3)) == []
 
 
-def test_a_lost_host_ends_its_part() -> None:
-    table = Table()
+def test_a_lost_host_ends_its_part(table: Table) -> None:
     table.finish(0, part("ok", 0, 1))
     table.calls.host_lost(1, "was killed", 1.0)
     ((done, gone),) = table.ended
@@ -85,8 +88,7 @@ def test_a_lost_host_ends_its_part() -> None:
     assert gone.outcome.error.evalue == "ranks 2-3: the host was killed"
 
 
-def test_a_call_that_nobody_waits_for_any_longer_tells_who_is_lost_and_who_was_skipped() -> None:
-    table = Table()
+def test_a_call_that_nobody_waits_for_any_longer_tells_who_is_lost_and_who_was_skipped(table: Table) -> None:
     table.finish(0, part("ok", 0), part("lost", 1))
     table.call.lost += [lost(1), lost(3)]
     (end, concluded) = table.calls.timer_fired("abandon", "c1", 2.0)
@@ -97,8 +99,7 @@ def test_a_call_that_nobody_waits_for_any_longer_tells_who_is_lost_and_who_was_s
     assert table.ended == [(part("ok", 0), part("lost", 1), part("lost", 3), part("skipped", 2))]
 
 
-def test_output_that_was_held_back_is_not_lost_when_its_call_is_given_up() -> None:
-    table = Table()
+def test_output_that_was_held_back_is_not_lost_when_its_call_is_given_up(table: Table) -> None:
     report = messages.CallOutput(call=C1, items=(line("saved", 0, 1),))
     held = table.calls.output_received(0, report, 0.0)  # the other host may print the same
     assert [effect for effect in held if isinstance(effect, SendToClient)] == []

@@ -47,6 +47,11 @@ def refusal(steps: Iterable[s.Effect]) -> str:
     return refused.text
 
 
+@pytest.fixture
+def mesh() -> LostRank:
+    return LostRank()
+
+
 def test_the_steps_are_start_form_replay_share() -> None:
     mesh = LostRank(cells=[{"source": "import a", "setup": True}, {"source": "is_main = rank == 0"}])
     begun = mesh.heal()
@@ -173,8 +178,7 @@ def test_a_whole_mesh_has_nothing_to_heal() -> None:
     assert healed.ranks == ()
 
 
-def test_cells_that_are_sent_meanwhile_wait_until_the_end() -> None:
-    mesh = LostRank()
+def test_cells_that_are_sent_meanwhile_wait_until_the_end(mesh: LostRank) -> None:
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     assert messages_of(mesh.run("c1"), messages.RunCell) == []
     (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
@@ -182,8 +186,7 @@ def test_cells_that_are_sent_meanwhile_wait_until_the_end() -> None:
     assert [cell.call for cell in messages_of(ended, messages.RunCell)] == ["c1"]
 
 
-def test_a_cell_for_all_ranks_whose_client_had_not_heard_of_the_heal_is_refused() -> None:
-    mesh = LostRank()
+def test_a_cell_for_all_ranks_whose_client_had_not_heard_of_the_heal_is_refused(mesh: LostRank) -> None:
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     cell = messages.RunCell(call="c1", ranks=(0, 2, 3), source="1", chosen_at=0)  # type: ignore[arg-type]
     assert refusal(mesh.say(cell)).startswith("rank 1 has a new process, of which this process had not heard when it")
@@ -210,14 +213,12 @@ def test_a_cell_for_all_ranks_that_still_waits_when_the_heal_begins_is_refused_i
     assert [entry.status for entry in reply.history] == ["error", "interrupted", "running"]
 
 
-def test_a_second_attempt_at_the_same_time_is_refused() -> None:
-    mesh = LostRank()
+def test_a_second_attempt_at_the_same_time_is_refused(mesh: LostRank) -> None:
     mesh.heal()
     assert refusal(mesh.heal("again")) == "the mesh is being healed already; wait for it"
 
 
-def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_another_may_follow() -> None:
-    mesh = LostRank()
+def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_another_may_follow(mesh: LostRank) -> None:
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     mesh.kill(2)
     failed = mesh.finish(form.call, status="lost")
@@ -229,8 +230,7 @@ def test_a_rank_that_is_lost_while_groups_are_formed_ends_the_attempt_and_anothe
     assert start.ranks == (1, 2)
 
 
-def test_a_rank_that_takes_no_part_in_forming_groups_does_not_hold_up_the_others_for_ever() -> None:
-    mesh = LostRank()
+def test_a_rank_that_takes_no_part_in_forming_groups_does_not_hold_up_the_others_for_ever(mesh: LostRank) -> None:
     begun = mesh.heal()
     (form,) = messages_of(begun, messages.FormGroups)
     (timer,) = [step for step in begun if isinstance(step, s.SetTimer)]
@@ -258,8 +258,7 @@ def test_a_rank_that_is_lost_while_cells_are_replayed_ends_the_attempt(victim: i
     assert start.ranks == tuple({1, victim})
 
 
-def test_state_that_cannot_be_shared_ends_the_new_process_and_the_next_heal_begins_anew() -> None:
-    mesh = LostRank()
+def test_state_that_cannot_be_shared_ends_the_new_process_and_the_next_heal_begins_anew(mesh: LostRank) -> None:
     (form,) = messages_of(mesh.heal(), messages.FormGroups)
     (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
     error = messages.RankError(ename="OSError", evalue="no", traceback=())
@@ -293,8 +292,7 @@ def test_healing_a_whole_mesh_while_a_cell_runs_finds_nothing_to_heal() -> None:
     assert healed.ranks == ()
 
 
-def test_healing_while_another_cell_runs_is_refused_with_its_name() -> None:
-    mesh = LostRank()
+def test_healing_while_another_cell_runs_is_refused_with_its_name(mesh: LostRank) -> None:
     mesh.run("c1", ranks=(0, 2))
     assert refusal(mesh.heal()).startswith("cell 1 runs on ranks 0,2; wait for it, or press Stop")
 
