@@ -30,6 +30,9 @@ from tests.diagnose.factories import (
     waiting,
 )
 
+THREE_WAIT = (waiting(0), waiting(1), waiting(2))
+LOCKED = ProcessStatus(state="S", syscall="futex")
+
 
 def why(*snapshots, **more):
     return explain(snapshots, **more)
@@ -68,7 +71,7 @@ def reported(finding):
     ],
 )
 def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_it(below, kind, words):
-    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9, below, function="load")))
+    finding = only(*THREE_WAIT, running_rank(3, *frames_at(9, below, function="load")))
     assert reported(finding) == (kind, (3,), (0, 1, 2), 9)
     assert words in finding.title
     assert "at cell 7, line 9 in load" in finding.title
@@ -92,32 +95,32 @@ def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_i
 )
 def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind):
     process = ProcessStatus(state="S", syscall=syscall, syscall_target=target)
-    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9), process=process))
+    finding = only(*THREE_WAIT, running_rank(3, *frames_at(9), process=process))
     assert reported(finding) == (kind, (3,), (0, 1, 2), 9)
     assert (target or "") in finding.title
 
 
 def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
     backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
-    busy = running_rank(3, *frames_at(9, backward), process=ProcessStatus(state="S", syscall="futex"))
-    finding = only(waiting(0), waiting(1), waiting(2), busy)
+    busy = running_rank(3, *frames_at(9, backward), process=LOCKED)
+    finding = only(*THREE_WAIT, busy)
     assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert "Rank 3 waits in torch at cell 7, line 9" in finding.title
 
 
 def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
-    finding = only(waiting(0), waiting(1), waiting(2), computing(3))
+    finding = only(*THREE_WAIT, computing(3))
     assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert not finding.sure
     asleep = running_rank(3, *frames_at(9), process=ProcessStatus(state="S", syscall="clock_nanosleep"))
-    finding = only(waiting(0), waiting(1), waiting(2), asleep, earlier=[asleep])
+    finding = only(*THREE_WAIT, asleep, earlier=[asleep])
     assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert finding.sure
 
 
 def test_a_loop_that_two_looks_find_in_the_same_function_is_one():
-    before = [waiting(0), waiting(1), waiting(2), computing(3, line=9)]
-    finding = only(waiting(0), waiting(1), waiting(2), computing(3, line=10), earlier=before)
+    before = [*THREE_WAIT, computing(3, line=9)]
+    finding = only(*THREE_WAIT, computing(3, line=10), earlier=before)
     assert reported(finding) == ("python-loop", (3,), (0, 1, 2), 10)
 
 
@@ -129,21 +132,19 @@ def test_a_rank_whose_collectives_advance_is_a_straggler():
 
 
 def test_asking_for_input_is_seen_without_any_stack():
-    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, awaiting_input=True, cell_line=4))
+    finding = only(*THREE_WAIT, running_rank(3, awaiting_input=True, cell_line=4))
     assert reported(finding) == ("waits-for-input", (3,), (0, 1, 2), 4)
 
 
 def test_a_line_outside_the_cell_is_named_by_its_file():
     stack = frames_at(5, Frame("/home/me/project/data/load.py", 88, "fetch"))
-    finding = only(
-        waiting(0), waiting(1), waiting(2), running_rank(3, *stack, process=ProcessStatus(state="S", syscall="futex"))
-    )
+    finding = only(*THREE_WAIT, running_rank(3, *stack, process=LOCKED))
     assert (finding.file, finding.line) == ("/home/me/project/data/load.py", 88)
     assert "at data/load.py, line 88 in fetch" in finding.title
 
 
 def test_ranks_that_stand_at_one_line_are_one_finding_and_named_by_their_axis():
-    stuck = [running_rank(rank, *frames_at(9), process=ProcessStatus(state="S", syscall="futex")) for rank in (1, 3)]
+    stuck = [running_rank(rank, *frames_at(9), process=LOCKED) for rank in (1, 3)]
     finding = only(waiting(0), waiting(2), *stuck, axes={"dp": 2, "tp": 2})
     assert reported(finding) == ("waits-for-lock", (1, 3), (0, 2), 9)
     assert finding.title.startswith("Ranks 1,3 wait for a lock at cell 7, line 9 and have not come to all_reduce")
@@ -154,7 +155,7 @@ def test_who_waits_for_a_waiting_rank_is_not_told_apart():
     pair = op(1, group="pair", ranks=(0, 1), line=5)
     finding = only(
         waiting(0, pair),
-        running_rank(1, *frames_at(9), process=ProcessStatus(state="S", syscall="futex")),
+        running_rank(1, *frames_at(9), process=LOCKED),
         waiting(2),
         waiting(3),
     )
@@ -166,9 +167,7 @@ def test_who_waits_for_a_waiting_rank_is_not_told_apart():
 
 
 def test_a_rank_that_raised_is_blamed_with_its_error_and_line():
-    finding = only(
-        waiting(0), waiting(1), waiting(2), ended(3, "error", last_error="KeyError: 'x'", file=CELL, cell_line=6)
-    )
+    finding = only(*THREE_WAIT, ended(3, "error", last_error="KeyError: 'x'", file=CELL, cell_line=6))
     assert reported(finding) == ("raised-before-collective", (3,), (0, 1, 2), 6)
     assert "ended cell 7 with KeyError: 'x' at cell 7, line 6 before coming to all_reduce #1" in finding.title
 
@@ -243,7 +242,7 @@ def test_counts_of_former_connections_are_not_compared():
     looks = [
         running_rank(rank, *frames_at(3, *IN_COLLECTIVE), collectives=(*old[: 5 - rank], new)) for rank in range(3)
     ]
-    stuck = running_rank(3, *frames_at(9), collectives=tuple(old), process=ProcessStatus(state="S", syscall="futex"))
+    stuck = running_rank(3, *frames_at(9), collectives=tuple(old), process=LOCKED)
     assert reported(only(*looks, stuck)) == ("waits-for-lock", (3,), (0, 1, 2), 9)
 
 
@@ -338,19 +337,14 @@ def test_a_transfer_under_way_is_nobodys_fault():
 
 
 def test_a_stopped_rank_is_blamed_with_its_pid():
-    finding = only(
-        waiting(0),
-        waiting(1),
-        waiting(2),
-        running_rank(3, *frames_at(9), source="outside", process=ProcessStatus(state="T")),
-    )
+    finding = only(*THREE_WAIT, running_rank(3, *frames_at(9), source="outside", process=ProcessStatus(state="T")))
     assert reported(finding) == ("stopped", (3,), (0, 1, 2), 9)
     assert "kill -CONT 1003" in finding.next_step
 
 
 def test_a_rank_stopped_within_a_collective_is_not_missed_by_the_others_who_are_all_in_it():
     stopped = waiting(3, process=ProcessStatus(state="T"), source="outside")
-    assert only(waiting(0), waiting(1), waiting(2), stopped).kind == "stopped"
+    assert only(*THREE_WAIT, stopped).kind == "stopped"
 
 
 def test_a_dead_rank():
@@ -374,7 +368,7 @@ def test_a_rank_that_gloo_ended_for_sizes_that_differ():
 
 def test_a_silent_rank_says_why_nothing_is_known():
     silent = running_rank(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
-    finding = only(waiting(0), waiting(1), waiting(2), silent)
+    finding = only(*THREE_WAIT, silent)
     assert reported(finding) == ("rank-silent", (3,), (0, 1, 2), None)
     assert any("py-spy is not allowed" in line for line in finding.evidence)
 
@@ -390,15 +384,15 @@ def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
     kept = running_rank(
         3, source="outside", stacks=(main_thread(*frames_at(9), has_gil=True),), process=ProcessStatus(state="R")
     )
-    assert reported(only(waiting(0), waiting(1), waiting(2), kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
+    assert reported(only(*THREE_WAIT, kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
     other = thread("Thread-1", *frames_at(12, function="work"), has_gil=True)
     kept = running_rank(
         3,
         source="outside",
         stacks=(main_thread(*frames_at(9)), other),
-        process=ProcessStatus(state="S", syscall="futex"),
+        process=LOCKED,
     )
-    finding = only(waiting(0), waiting(1), waiting(2), kept)
+    finding = only(*THREE_WAIT, kept)
     assert reported(finding) == ("gil-kept", (3,), (0, 1, 2), 12)
     assert "in its thread Thread-1" in finding.title
 
@@ -406,7 +400,7 @@ def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
 def test_a_rank_that_gets_no_processor_is_not_accused():
     late = {"source": "outside", "starved_s": 0.5, "looked_s": 0.6}
     holder = running_rank(3, stacks=(main_thread(*frames_at(9), has_gil=True, state="R"),), **late)
-    finding = only(waiting(0), waiting(1), waiting(2), holder)
+    finding = only(*THREE_WAIT, holder)
     assert reported(finding) == ("starved", (3,), (0, 1, 2), 9)
     assert any("waited for a processor for 0.5 s of the 0.6 s of a look" in line for line in finding.evidence)
     # ... nor where it waits for the interpreter lock of a thread that gets none, or where nothing of it can be read.
@@ -434,7 +428,7 @@ def test_disk_sleep():
 def test_two_threads_that_have_each_others_lock():
     other = thread("worker", *frames_at(20, function="second"), state="S", syscall="futex")
     stuck = running_rank(3, stacks=(main_thread(*frames_at(9), state="S", syscall="futex"), other))
-    finding = only(waiting(0), waiting(1), waiting(2), stuck)
+    finding = only(*THREE_WAIT, stuck)
     assert reported(finding) == ("thread-deadlock", (3,), (0, 1, 2), 9)
     assert any("worker" in line and "line 20" in line for line in finding.evidence)
 
@@ -442,7 +436,7 @@ def test_two_threads_that_have_each_others_lock():
 def test_a_thread_that_waits_in_c_for_no_lock_makes_no_deadlock_of_a_lock_that_is_named():
     feeder = thread("feeder", *frames_at(20, function="feed"), state="S", syscall="futex")
     stuck = structs.replace(main_thread(*frames_at(9), state="S", syscall="futex"), waits_on="lock `turn`")
-    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, stacks=(stuck, feeder)))
+    finding = only(*THREE_WAIT, running_rank(3, stacks=(stuck, feeder)))
     assert reported(finding) == ("waits-for-lock", (3,), (0, 1, 2), 9)
     assert "waits for lock `turn`" in finding.title
     (line,) = (line for line in finding.evidence if "feeder" in line)
@@ -495,7 +489,7 @@ def test_a_mesh_that_runs_well_is_not_accused_of_what_one_look_at_it_seems_to_sh
     ]
     assert not only(*crossing).sure
     assert only(*crossing, earlier=[computing(rank, num_collectives=5) for rank in (0, 1)]).kind == "slow"
-    short = running_rank(1, *frames_at(9), process=ProcessStatus(state="S", syscall="futex"), num_collectives=8)
+    short = running_rank(1, *frames_at(9), process=LOCKED, num_collectives=8)
     assert not only(waiting(0, op(9, began_s_ago=0.01), num_collectives=9), short).sure
     assert only(waiting(0, op(9, began_s_ago=0.01), num_collectives=9), short, earlier=before).kind == "slow"
 
@@ -538,7 +532,7 @@ def test_who_comes_last_to_nearly_every_collective():
 
 
 def test_one_cause_first_then_the_others():
-    stuck = running_rank(3, *frames_at(9), process=ProcessStatus(state="S", syscall="futex"))
+    stuck = running_rank(3, *frames_at(9), process=LOCKED)
     found = why(waiting(0), waiting(1), ended(2, "error", last_error="ValueError: no"), stuck)
     assert [finding.kind for finding in found] == ["raised-before-collective", "waits-for-lock"]
     text = as_text(found)
@@ -574,9 +568,7 @@ def test_nothing_but_ranks_is_enough(num_ranks):
 def test_what_a_thousand_ranks_wait_for():
     ranks = range(1024)
     everyone = [waiting(rank, op(41, ranks=ranks)) for rank in ranks if rank != 700]
-    stuck = running_rank(
-        700, *frames_at(9), collectives=(op(40, ended_s_ago=3.0),), process=ProcessStatus(state="S", syscall="futex")
-    )
+    stuck = running_rank(700, *frames_at(9), collectives=(op(40, ended_s_ago=3.0),), process=LOCKED)
     finding = only(*everyone, stuck)
     assert reported(finding)[:2] == ("waits-for-lock", (700,))
     assert "where ranks 0-699,701-1023 wait" in finding.title
@@ -689,7 +681,7 @@ def test_ranks_that_ended_something_else_are_not_said_to_have_ended_the_cell():
 
 def test_operations_on_remote_tensors_wait_in_their_collective_and_not_for_a_lock():
     torchs = Frame(f"{TORCH}/distributed/tensor/_api.py", 600, "full_tensor")
-    batch = running_rank(0, torchs, file=None, collectives=(op(1),), process=ProcessStatus(state="S", syscall="futex"))
+    batch = running_rank(0, torchs, file=None, collectives=(op(1),), process=LOCKED)
     assert "lock" not in why(batch, running_rank(1, *frames_at(2)))[0].title
 
 

@@ -33,18 +33,24 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptGate]:
     gate.uninstall()
 
 
+@contextlib.contextmanager
+def user_code(gate: InterruptGate) -> Iterator[None]:
+    """The code of a call."""
+    gate.begin()
+    gate.arm()
+    yield
+    gate.disarm()
+    gate.end()
+
+
 def sigint() -> None:
     """To this process and thread: handled before the call returns."""
     signal.raise_signal(signal.SIGINT)
 
 
 def test_sigint_raises_while_armed(gate: InterruptGate) -> None:
-    gate.begin()
-    gate.arm()
-    with pytest.raises(KeyboardInterrupt):
+    with user_code(gate), pytest.raises(KeyboardInterrupt):
         sigint()
-    gate.disarm()
-    gate.end()
     assert (gate.num_raised, gate.num_missed) == (1, 0)
 
 
@@ -91,10 +97,8 @@ def test_sigint_arrives_though_whoever_started_the_process_had_blocked_it() -> N
 
 def test_sigint_outside_of_calls_is_counted_and_forgotten(gate: InterruptGate) -> None:
     sigint()
-    gate.begin()
-    gate.arm()
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        pass
     assert (gate.num_raised, gate.num_missed) == (0, 1)
 
 
@@ -114,10 +118,8 @@ def test_sigint_after_the_user_code_of_a_call_does_not_reach_the_next_call(gate:
     gate.disarm()
     sigint()
     gate.end()
-    gate.begin()
-    gate.arm()
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        pass
     assert (gate.num_raised, gate.num_missed) == (0, 1)
 
 
@@ -137,13 +139,10 @@ def test_a_stop_in_the_last_lines_of_a_call_does_not_hide_the_next_calls(gate: I
 
 
 def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
-    gate.begin()
-    gate.arm()
-    with pytest.raises(KeyboardInterrupt):
-        sigint()
-    sigint()  # in the user's `finally:`
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        with pytest.raises(KeyboardInterrupt):
+            sigint()
+        sigint()  # in the user's `finally:`
     assert (gate.num_raised, gate.num_missed) == (1, 1)
 
 
@@ -152,13 +151,10 @@ def test_a_later_stop_raises_again_in_code_that_survived_the_first(
 ) -> None:
     # Less than nothing: what a thread has waited for a processor is not counted, and read a little earlier or later.
     monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", -60.0)
-    gate.begin()
-    gate.arm()
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            sigint()
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                sigint()
     assert gate.num_raised == 3
 
 
@@ -183,37 +179,28 @@ def test_a_stop_calls_the_handler_that_user_code_has_installed_once_however_ofte
 ) -> None:
     calls: list[int] = []
     gate.call_id = "c"
-    gate.begin()
-    gate.arm()
-    signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
-    gate.interrupt_call("c")
-    for _ in range(3):
-        stop()
-    gate.interrupt_call("c")
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+        gate.interrupt_call("c")
+        for _ in range(3):
+            stop()
+        gate.interrupt_call("c")
     assert calls == [signal.SIGINT]
     assert gate.num_raised == 0
 
 
 def test_a_stop_is_pythons_own_where_user_code_wants_that(gate: InterruptGate) -> None:
-    gate.begin()
-    gate.arm()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt):
-        stop()
-    stop()  # in the user's `except KeyboardInterrupt:`
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            stop()
+        stop()  # in the user's `except KeyboardInterrupt:`
 
 
 def test_a_stop_is_ignored_where_user_code_ignores_sigint(gate: InterruptGate) -> None:
-    gate.begin()
-    gate.arm()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stop()
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop()
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):  # in the next call it is Meshbook's again
@@ -229,11 +216,8 @@ def test_a_stop_reaches_what_asyncio_has_been_given_for_sigint(gate: InterruptGa
         await asyncio.wait_for(done.wait(), WAIT_S)
         return "left the loop"
 
-    gate.begin()
-    gate.arm()
-    assert asyncio.run(program()) == "left the loop"
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        assert asyncio.run(program()) == "left the loop"
 
 
 def test_an_inherited_ignore_does_not_disarm_the_gate(gate: InterruptGate) -> None:
@@ -266,24 +250,19 @@ def test_a_call_that_is_told_to_stop_before_it_has_begun_ends_at_its_start(gate:
 
 def test_a_call_that_is_told_to_stop_while_it_runs_is_woken(gate: InterruptGate) -> None:
     gate.call_id = "c7"
-    gate.begin()
-    gate.arm()
-    teller = threading.Thread(target=gate.interrupt_call, args=("c7",))
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (it may come at either line)
-        teller.start()
-        threading.Event().wait(WAIT_S)
-    gate.disarm()
-    gate.end()
+    with user_code(gate):
+        teller = threading.Thread(target=gate.interrupt_call, args=("c7",))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (it may come at either line)
+            teller.start()
+            threading.Event().wait(WAIT_S)
     teller.join(WAIT_S)
 
 
 def test_a_stop_by_name_never_hits_the_call_after_it(gate: InterruptGate) -> None:
     for name in ("c7", "c8"):
         gate.call_id = name
-        gate.begin()
-        gate.arm()
-        gate.disarm()
-        gate.end()
+        with user_code(gate):
+            pass
         gate.call_id = None
         gate.interrupt_call("c7")  # comes late, twice
     assert gate.num_raised == 0
@@ -315,13 +294,9 @@ def test_a_stop_does_not_strike_between_a_lock_and_the_block_that_gives_it_back(
         __exit__=lambda *_: given_back.append(True),
     )
     condition = threading.Condition(lock)  # type: ignore[arg-type]
-    gate.begin()
-    gate.arm()
-    with contextlib.suppress(KeyboardInterrupt), condition:
+    with user_code(gate), contextlib.suppress(KeyboardInterrupt), condition:
         while True:
             pass
-    gate.disarm()
-    gate.end()
     assert given_back
     assert gate.num_raised == 1
 
@@ -333,15 +308,12 @@ def test_a_stop_that_still_waits_when_user_code_has_ended_ends_the_call_all_the_
     lock = SimpleNamespace(
         acquire=None, release=None, __enter__=partial(signal.raise_signal, signal.SIGINT), __exit__=lambda *_: None
     )
-    gate.begin()
-    gate.arm()
-    with threading.Condition(lock):  # type: ignore[arg-type]
-        pass
-    with pytest.raises(KeyboardInterrupt):
+    with user_code(gate):
+        with threading.Condition(lock):  # type: ignore[arg-type]
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            gate.raise_postponed()
         gate.raise_postponed()
-    gate.raise_postponed()
-    gate.disarm()
-    gate.end()
 
 
 def test_a_stop_in_the_code_of_an_event_loop_waits_until_the_loop_does(gate: InterruptGate) -> None:
@@ -349,12 +321,8 @@ def test_a_stop_in_the_code_of_an_event_loop_waits_until_the_loop_does(gate: Int
     loop = asyncio.new_event_loop()
     loop.call_soon(signal.raise_signal, signal.SIGINT)  # a C function: the innermost frame is the event loop's
     task = loop.create_task(asyncio.sleep(WAIT_S))
-    gate.begin()
-    gate.arm()
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with user_code(gate), pytest.raises(KeyboardInterrupt) as caught:
         loop.run_until_complete(task)
-    gate.disarm()
-    gate.end()
     modules = [entry.frame.f_globals["__name__"] for entry in caught.traceback]
     assert next(name for name in reversed(modules) if name != interrupt.__name__) == "selectors"
     task.cancel()
@@ -416,12 +384,8 @@ def test_a_stop_ends_a_wait_for_a_queue_at_once(gate: InterruptGate) -> None:
 
     thread = threading.Thread(target=stop_once)
     thread.start()
-    gate.begin()
-    gate.arm()
-    with pytest.raises(KeyboardInterrupt):
+    with user_code(gate), pytest.raises(KeyboardInterrupt):
         items.get(timeout=WAIT_S)
-    gate.disarm()
-    gate.end()
     thread.join(WAIT_S)
     assert gate.num_raised == 1
     assert items.not_empty.acquire(blocking=False)  # its lock was given back

@@ -365,17 +365,7 @@ def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str)
 
 @pytest.mark.usefixtures("starts_processes")
 def test_os_exit_ends_the_process() -> None:
-    source = """
-        from meshbook.rank.output.capture import OutputBuffer
-        from meshbook.rank.cells.code_runner import CodeRunner
-        from meshbook.rank.interrupt import InterruptGate
-        from meshbook.rank.cells.shell import RankShell
-        from meshbook.wire.messages import RunCell
-        output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
-        shell = RankShell.make(output=output, gate=gate)
-        CodeRunner(shell, output, gate).run(RunCell("c", (), "import os; os._exit(7)"))
-        """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=WAIT_S).returncode == 7
+    alone("run('import os; os._exit(7)')", status=7)
 
 
 def test_an_unknown_magic_is_told_in_one_line(rank: Rank) -> None:
@@ -956,7 +946,7 @@ def test_figures_are_shown_at_the_end_of_the_cell(first: str) -> None:
         """)
 
 
-def alone(source: str) -> None:
+def alone(source: str, status: int = 0) -> None:
     """Run source in a new process that has a rank's shell: `run(cell)` gives what the cell showed."""
     begin = """
         import sys
@@ -979,7 +969,7 @@ def alone(source: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     source = textwrap.dedent(begin) + textwrap.dedent(source)
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == status, done.stderr.decode()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
