@@ -16,8 +16,6 @@ from meshbook.wire.messages import StateDescription, StateEntry
 from tests.controller.test_heal import kill
 from tests.standstill import stop
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 def described(**digests: str) -> StateDescription:
     entries = tuple(StateEntry(path.replace("__", "."), "float32", digest, (2,)) for path, digest in digests.items())
@@ -152,6 +150,7 @@ def test_a_question_that_cannot_be_answered_says_why(mesh: Mesh, ask: Any, error
         ask(mesh)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_new_process_of_a_rank_is_watched_as_the_others_are() -> None:
     with create_mesh(2) as mesh:
         mesh.nan(True)

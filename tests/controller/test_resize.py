@@ -29,8 +29,6 @@ from tests.controller.test_heal import Counter, kill, pids, press_stop_when, val
 from tests.controller.test_heal_contents import DDP, TRAINING
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 DEADLINE_S = WAIT_S
 SUM = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)"
 
@@ -98,6 +96,7 @@ def test_what_it_says_has_the_axes_who_is_new_or_left_and_what_is_of_the_former_
     assert values(pair, "rank, world_size, dist.get_world_size(), math.e > 2, step") == {0: (0, 1, 1, True, 5)}
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_axes_change_by_name_and_each_ranks_names_and_groups_with_them() -> None:
     with create_mesh({"dp": 3, "tp": 1}) as mesh:
         mesh.run("kept = dist.new_group([0, 1])\nevery = dist.new_group()\nold, tp = mesh, mesh.get_group('tp')")
@@ -157,6 +156,7 @@ def test_a_checkpoint_is_saved_and_restored_by_the_ranks_that_there_are(pair: Me
     assert pair.checkpoint(tmp_path, "x", "step", asynchronous=False).result().world_size == 3
 
 
+@pytest.mark.usefixtures("starts_meshes")
 @pytest.mark.thorough
 def test_ranks_without_process_groups_and_on_several_hosts_are_resized() -> None:
     with create_mesh(2, process_group=False) as mesh:

@@ -12,8 +12,6 @@ from meshbook.errors import OperationFailed
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.faults import describe_collective_mismatch
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 GRID = MeshAxes.of({"dp": 2, "tp": 2})
 
 
@@ -57,6 +55,7 @@ def begun_alone() -> None:
     operators.FUNCTIONS["as_local"] = as_local
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_an_operation_that_only_some_ranks_take_part_in_is_told_and_nothing_is_computed_after_it() -> None:
     with create_mesh({"dp": 2}) as mesh:
         whole = meshbook.distribute(torch.arange(4.0), mesh, [Shard(0)])

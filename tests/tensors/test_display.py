@@ -14,8 +14,6 @@ from meshbook.controller.mesh import Mesh
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors import display
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 AXES = MeshAxes.of({"dp": 2, "tp": 2})
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from meshbook.tensors.faults import MISSING, FaultTable
-
-pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 
 def report(number: int, ename: str = "IndexError", **changes: Any) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from tests.budget import WAIT_S, when
 from tests.standstill import stop
 from tests.tensors.test_remote import live, spaces_of_this_rank
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 class Pair(NamedTuple):
     x: Any

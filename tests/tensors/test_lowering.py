@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from meshbook.rank.tensors.lowering import Lowering
@@ -18,8 +17,6 @@ from meshbook.rank.tensors.lowering_passes import (
     flat_all_reduce,
     merge_all_reduces,
 )
-
-pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 aten = torch.ops.aten
 

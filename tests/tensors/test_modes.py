@@ -15,8 +15,6 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import modes
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 @pytest.fixture(autouse=True)
 def _as_it_began() -> Iterator[None]:

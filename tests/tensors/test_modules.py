@@ -23,8 +23,6 @@ from meshbook.rank.tensors import building
 from tests.budget import WAIT_S
 from tests.tensors import gpt
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 def trained(model: Any, places: Any, data: Any) -> list[float]:
     trainer = gpt.Trainer(model, places)

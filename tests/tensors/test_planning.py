@@ -22,8 +22,6 @@ from meshbook.rank.tensors import dtensor_patches
 from meshbook.tensors import meta_run
 from meshbook.tensors.creation import adopt
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 def test_torchs_own_functions_stay_in_their_places_while_an_operation_is_planned(
     mesh2: Mesh, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,6 @@ from meshbook.rank.tensors.operators import FLOAT, TENSOR, TemplateMessage
 from meshbook.rank.tensors.replay import OutOfStep, RecordedOp, RecordedStep, forget_replay, replay
 from tests.budget import when
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 # On a rank: what comes after the ranks have agreed on a function does not end.
 STUCK_AFTER_AGREEMENT = """
 import time

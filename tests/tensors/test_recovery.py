@@ -25,14 +25,12 @@ from meshbook.rank.tensors.tensor_store import Poison, TensorStore
 from meshbook.tensors.creation import engine_of
 from tests.budget import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
 BAD = torch.tensor([1, 99, 3, 7, 2, 6, 4, 0])  # out of range in rank 0's half
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
+def mesh(starts_meshes: None) -> Iterator[Mesh]:
     with create_mesh({"dp": 2}) as mesh:
         yield mesh
 

@@ -18,8 +18,6 @@ from meshbook.rank.tensors.strategies import Plan, plan_named
 from meshbook.rank.tensors.tensor_parallel import find_cut
 from tests.tensors import gpt, models
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
-
 
 def close(got: Any, wanted: Any) -> None:
     torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-4, atol=2e-5)
