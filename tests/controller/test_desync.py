@@ -398,12 +398,6 @@ def test_a_function_on_ranks_that_fails_on_one_ends_on_all(mesh: Mesh) -> None:
     assert [one.ranks for one in caught.value.released] == [(0, 2)]
 
 
-def test_a_cell_of_some_ranks_ends_too_when_one_of_them_fails(mesh: Mesh) -> None:
-    error = failure_of(mesh, "if rank == 2: raise ValueError('no')\n\ndist.barrier()", ranks=(0, 2))
-    assert [(one.ranks, one.ename) for one in error.failures] == [((2,), "ValueError")]
-    assert error.released == (Released((0,), "barrier at line 3"),)
-
-
 def test_a_rank_that_is_stopped_before_it_begins_a_cell_releases_those_that_wait_for_it(mesh: Mesh, gate: Gate) -> None:
     earlier = mesh.run(gate.wait, ranks=0, wait=False, echo=False)
     source = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -236,12 +234,3 @@ def test_an_impossible_runtime_folder_is_told_and_nothing_is_started(
     monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(blocked / "inside"))
     with pytest.raises(StartError, match="MESHBOOK_RUNTIME_DIR"):
         create_mesh(1)
-
-
-def test_a_terminated_supervisor_ends_its_ranks_in_order() -> None:
-    mesh = create_mesh(2)
-    processes = processes_of(mesh.session.info.supervisor_pid)
-    os.kill(mesh.session.info.supervisor_pid, signal.SIGTERM)
-    when(lambda: not any(process.is_running() for process in processes))
-    when(lambda: mesh.session.ended is not None)
-    mesh.stop()

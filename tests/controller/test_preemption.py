@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import textwrap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import CellError, CellInterrupted, HealError, MeshbookError, NotAttached, RankLost, UsageError
+from meshbook.errors import CellError, CellInterrupted, HealError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders, keys
 from tests.budget import WAIT_S, when, when_printed
 from tests.controller.elastic_training import CELL, curve, set_up
-from tests.controller.test_checkpoints import HOLD
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -244,20 +241,6 @@ def test_sigterm_to_every_process_of_a_job_saves_once_and_leaves_nothing(pair: M
 
 
 @pytest.mark.thorough
-def test_a_cell_is_stopped_and_a_mesh_that_is_stuck_ends_when_the_time_is_over(pair: Mesh, tmp_path: Path) -> None:
-    pair.run("x = 1")
-    pair.on_preemption(tmp_path / "run1", "x", grace_s=6)
-    begin(
-        pair,
-        "import time\nprint('at work')\nwhile True:\n    try: time.sleep(1000)\n"
-        f"    except KeyboardInterrupt: open({str(tmp_path / 'stopped')!r}, 'w').close()",
-    )
-    sigterm(pair)
-    assert "no checkpoint was written: 6 s were over while a call was still running" in ended(pair)
-    assert (tmp_path / "stopped").exists()
-
-
-@pytest.mark.thorough
 def test_the_ranks_of_a_host_that_receives_sigterm_leave_after_the_save(tmp_path: Path) -> None:
     with create_mesh(2, num_hosts=2) as mesh:
         mesh.run("x = rank")
@@ -290,47 +273,6 @@ def test_sigterm_while_a_checkpoint_is_saved_leaves_both(pair: Mesh, tmp_path: P
     sigterm(pair)
     assert "x is saved in" in ended(pair)
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 2
-
-
-@pytest.mark.thorough
-def test_sigkill_in_the_middle_of_the_save_leaves_the_checkpoint_before_it(
-    pair: Mesh, tmp_path: Path, gate: Gate
-) -> None:
-    path = tmp_path / "run1"
-    pair.run("x = torch.ones(1 << 20) * rank")
-    pair.checkpoint(path, "x", step=1, asynchronous=False)
-    pair.run(f"if rank == 1:\n{textwrap.indent(HOLD.format(wait=gate.wait), '    ')}")  # it writes nothing
-    pair.on_preemption(path, "x")
-    supervisor = psutil.Process(pair.session.info.supervisor_pid)
-    processes = [supervisor, *supervisor.children(recursive=True)]
-    sigterm(pair)
-    when(lambda: any(path.glob(".saving-*/*")))
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    when(lambda: not any(process.is_running() for process in processes))
-    assert [entry.manifest.step for entry in checkpoint_folders.list_checkpoints(path)] == [1]
-    with create_mesh(2) as later:
-        later.restore(path)
-        assert dict(later.run("x[0].item()").values) == {0: 0.0, 1: 1.0}
-
-
-@pytest.mark.thorough
-def test_sigterm_while_a_rank_is_replaced_saves_when_that_is_done(pair: Mesh, tmp_path: Path) -> None:
-    gate = Gate(tmp_path / "gate")
-    pair.run(f"import os\nx = 5\nif os.path.exists({str(tmp_path / 'wait')!r}):\n    {gate.wait}", setup=True)
-    pair.on_preemption(tmp_path / "run1", "x", grace_s=60)
-    (tmp_path / "wait").touch()
-    pair.kill([1])
-    when(lambda: pair.session.lost == (1,))
-    with ThreadPoolExecutor(1) as threads:
-        healing = threads.submit(pair.heal)
-        when(lambda: pair.status().ranks[1].state == "busy")
-        sigterm(pair)
-        gate.open()
-        with contextlib.suppress(MeshbookError):  # the mesh may have ended before the reply was read
-            assert healing.result(WAIT_S).ranks == (1,)
-    assert "x is saved in" in ended(pair)
 
 
 # ---- bad input

@@ -164,17 +164,6 @@ def test_zero_ends_them_and_what_is_no_number_of_spares_is_refused(pair: Mesh, f
     assert "keeps no spares" in str(pair.spare())
 
 
-def test_each_host_keeps_its_own(folder: Path) -> None:
-    with create_mesh(2, num_hosts=2) as mesh:
-        mesh.run("import slow", echo=False)
-        mesh.spare(1)
-        when(lambda: len(mesh.spare()) == 2 and all(is_warm(info, folder) for info in mesh.spare()))
-        (spare,) = (info.pid for info in mesh.spare() if info.host == 1)
-        kill(mesh, 1)
-        heal_in_time(mesh, folder)
-        assert pid_of(mesh, 1) == spare
-
-
 def test_what_is_said_of_spares() -> None:
     infos = [SpareInfo(0, "box", 7, "ready"), SpareInfo(0, "box", None, "starting")]
     assert describe_spares("m", infos) == "Mesh m keeps 2 spares: 1 ready."

@@ -74,20 +74,6 @@ def test_a_job_that_receives_sigterm_saves_and_the_notebook_says_what_was_saved(
     assert f"x is saved in {folder}/save-0001: on a new mesh, %mesh restore {folder}" in front.run("x").traceback
 
 
-def test_what_was_asked_for_is_saved_although_the_kernel_is_killed_too(front: FrontEnd, tmp_path: Path) -> None:
-    folder = tmp_path / "run1"
-    front.run(f"%mesh checkpoint {folder} x --on-preemption --grace 60")
-    pids, gate = front.pids(), Gate(tmp_path / "gate")
-    cell = front.send(f"print('at it', flush=True)\n{gate.wait}")
-    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
-    os.kill(pids["supervisor"], signal.SIGTERM)
-    front.wait_until_shown(cell, lambda cell: "received SIGTERM" in cell.text)
-    os.kill(front.pid, signal.SIGTERM)
-    gate.open()
-    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
-    assert find_checkpoint(folder).folder.name == "save-0001"
-
-
 def test_what_was_asked_for_is_saved_although_the_kernel_stops_its_mesh_meanwhile(
     front: FrontEnd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

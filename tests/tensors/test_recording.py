@@ -15,7 +15,6 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import RankLost
 from meshbook.rank.tensors import lowering
 from meshbook.tensors.creation import engine_of
 from tests.budget import WAIT_S
@@ -474,18 +473,3 @@ def test_a_number_written_into_a_step_is_the_same_down_to_the_sign_of_zero(
     before: float, now: float, same: bool
 ) -> None:
     assert lowering.is_same_number(now, before) is same
-
-
-def test_a_rank_that_dies_in_a_recorded_step_is_told_at_the_next_wait() -> None:
-    with create_mesh({"dp": 2}) as mesh:
-        x = meshbook.distribute(torch.ones(64, 64), mesh, [Shard(0)])
-
-        @meshbook.record
-        def step(x: Any) -> Any:
-            return (x @ x.T).sum()
-
-        for _ in range(3):
-            assert step(x).item() == 64.0**3
-        mesh.kill([1])
-        with pytest.raises(RankLost, match="rank 1"):
-            step(x).item()

@@ -1,17 +1,8 @@
-"""Planted faults: numbers that are wrong on rank 1 of two, each with what `%mesh nan` or `%mesh same` says first.
-
-    python -m tests.zoo.bad_numbers --steps 1000
-
-trains healthy models of all kinds, and says whether there was an alarm.
-"""
+"""Planted faults: numbers that are wrong on rank 1 of two, each with what `%mesh nan` or `%mesh same` says first."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
-
-from meshbook.controller.starting import create_mesh
 
 KINDS = ("ddp", "fsdp", "tp", "plain")
 
@@ -287,23 +278,3 @@ if rank == 1: model.to_local()[2] = 1.5""",
         ("model",),
     ),
 )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Train healthy models under the sentinel.")
-    parser.add_argument("--steps", type=int, default=1000)
-    steps = parser.parse_args().steps
-    alarms = 0
-    with create_mesh(2) as mesh:
-        mesh.run(SETUP)
-        for kind in KINDS:
-            mesh.nan(True)
-            mesh.run(f"model, opt = train({kind!r}, steps={steps})")
-            report = mesh.nan()
-            alarms += len(report.findings)
-            print(f"{kind}: {report}", flush=True)
-    return alarms
-
-
-if __name__ == "__main__":
-    sys.exit(main())
