@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from meshbook.cli import doctor
+from meshbook.cli.main import main
 from tests.budget import WAIT_S
 from tests.cli.commands import meshbook
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
-# A program that looks for something before the doctor does: for lacks that are arranged in the process itself.
-_LOOK = "import sys\nfrom meshbook.cli.main import main\n{}\nsys.exit(main(['doctor', '--json']))"
+Findings = Callable[[], tuple[int, dict[str, dict[str, str]]]]
 
 
-def findings(prelude: str = "", **env: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """The doctor's exit status and its findings by what they are about, after a prelude in the same process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOK.format(prelude)],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=WAIT_S,
-    )  # fmt: skip
-    assert done.stderr == ""
-    return done.returncode, {finding["about"]: finding for finding in json.loads(done.stdout)}
+@pytest.fixture
+def findings(capsys: pytest.CaptureFixture[str]) -> Findings:
+    """The doctor's exit status and its findings by what they are about."""
+
+    def look() -> tuple[int, dict[str, dict[str, str]]]:
+        status = main(["doctor", "--json"])
+        said = capsys.readouterr()
+        assert said.err == ""
+        return status, {finding["about"]: finding for finding in json.loads(said.out)}
+
+    return look
 
 
 def test_a_machine_that_runs_the_tests_lacks_nothing() -> None:
@@ -41,76 +47,98 @@ def test_a_machine_that_runs_the_tests_lacks_nothing() -> None:
     assert done.out.splitlines()[-1].startswith("Meshbook ")
 
 
-def test_torch_that_is_not_there_is_missing_and_how_to_get_it_is_said() -> None:
-    hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
-    status, found = findings(hide)
+def test_torch_that_is_not_there_is_missing_and_how_to_get_it_is_said(
+    findings: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "torch" else find(name, *args))
+    status, found = findings()
     assert status == 1
     assert found["torch"]["state"] == "missing"
     assert "pip install 'torch>=2.11,<2.14'" in found["torch"]["remedy"]
 
 
-def test_a_package_that_is_too_old_is_missing() -> None:
-    old = "import importlib.metadata as m; m.version = lambda n: '7.3.1' if n == 'ipykernel' else '99'"
-    status, found = findings(old)
+def test_a_package_that_is_too_old_is_missing(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "7.3.1" if name == "ipykernel" else "99")
+    status, found = findings()
     assert status == 1
     assert found["ipykernel"]["says"] == "7.3.1 is installed, >=7.4,<8 is wanted"
     assert found["ipykernel"]["remedy"] == "pip install 'ipykernel>=7.4,<8'"
 
 
-def test_a_kernel_that_jupyter_does_not_know_is_no_obstacle_but_said(tmp_path: Path) -> None:
-    status, found = findings(JUPYTER_PATH=str(tmp_path), JUPYTER_DATA_DIR=str(tmp_path))
+def test_a_kernel_that_jupyter_does_not_know_is_no_obstacle_but_said(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    status, found = findings()
     assert status == 0
     if found["kernel"]["state"] != "ok":  # it is installed in this environment's own folder where it is ok
         assert found["kernel"]["state"] == "poor"
         assert found["kernel"]["remedy"] == "meshbook install --user"
 
 
-def test_a_kernelspec_whose_python_is_gone_is_told_of(tmp_path: Path) -> None:
+def test_a_kernelspec_whose_python_is_gone_is_told_of(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "kernels" / "meshbook"
     folder.mkdir(parents=True)
     spec = {"argv": ["/gone/python"], "display_name": "x", "language": "python"}
     (folder / "kernel.json").write_text(json.dumps(spec))
-    status, found = findings(JUPYTER_PATH=str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    status, found = findings()
     assert status == 0
     assert found["kernel"]["says"] == f"{folder} starts /gone/python, which is gone"
 
 
-def test_a_runtime_folder_that_is_open_to_others_is_missing(tmp_path: Path) -> None:
+def test_a_runtime_folder_that_is_open_to_others_is_missing(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "meshbook").mkdir(mode=0o755)
-    status, found = findings(MESHBOOK_RUNTIME_DIR=str(tmp_path))
+    monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(tmp_path))
+    status, found = findings()
     assert status == 1
     assert f"chmod 700 {tmp_path}/meshbook" in found["runtime folder"]["says"]
 
 
-def test_a_runtime_folder_too_deep_for_sockets_is_missing(tmp_path: Path) -> None:
+def test_a_runtime_folder_too_deep_for_sockets_is_missing(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir(mode=0o700)
-    status, found = findings(MESHBOOK_RUNTIME_DIR=str(deep))
+    monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(deep))
+    status, found = findings()
     assert status == 1
     assert "with a short path" in found["runtime folder"]["remedy"]
 
 
-def test_few_open_files_are_poor() -> None:
-    status, found = findings("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))")
+def test_few_open_files_are_poor(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", {resource.RLIMIT_NOFILE: (256, 4096)}.__getitem__)
+    status, found = findings()
     assert status == 0
     assert found["open files"]["state"] == "poor"
     assert found["open files"]["remedy"].startswith("ulimit -n 4096,")
 
 
-def test_settings_that_cannot_be_read_are_missing(tmp_path: Path) -> None:
-    status, found = findings(MESHBOOK_RANKS="many")
+def test_settings_that_cannot_be_read_are_missing(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHBOOK_RANKS", "many")
+    status, found = findings()
     assert status == 1
     assert "MESHBOOK_RANKS='many' is not a number of ranks" in found["settings"]["says"]
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_of() -> None:
-    driver = "import meshbook.host.gpus as gpus; gpus.count_gpus = lambda: 1; "
-    found = findings(f"{driver}import torch; torch.cuda.is_available = lambda: False")[1]
+def test_a_gpu_that_torch_cannot_use_is_told_of(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = findings()[1]
     assert found["GPUs"]["state"] == "poor"
     assert found["GPUs"]["says"] == "1 to be seen, none usable by this torch; ranks run on the CPU"
 
 
-def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.usefixtures("starts_meshes")
+def test_what_dead_meshes_left_is_removed_and_said(
+    findings: Findings, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path_factory.mktemp("r")
     folder.chmod(0o700)
     # Left first: who is attached when a supervisor dies removes what it leaves.
@@ -118,17 +146,18 @@ def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.Temp
         "import meshbook; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
         "meshbook.wire.process_control.kill_supervisor(m.session.info.supervisor_pid)"
     )
-    env = {"MESHBOOK_RUNTIME_DIR": str(folder)}
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=WAIT_S)
-    status, found = findings(**env)
+    monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(folder))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
+    status, found = findings()
     assert status == 0
     assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}/meshbook"
     assert os.listdir(folder / "meshbook") == []
-    assert "dead meshes" not in findings(**env)[1]
+    assert "dead meshes" not in findings()[1]
 
 
-def test_a_check_that_fails_itself_is_a_finding() -> None:
-    status, found = findings("import socket; del socket.create_connection")
+def test_a_check_that_fails_itself_is_a_finding(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("socket.create_connection")
+    status, found = findings()
     assert status == 1
     assert "the check itself failed: AttributeError" in found["loopback"]["says"]
 
