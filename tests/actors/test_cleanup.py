@@ -42,7 +42,7 @@ from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 LARGE_BYTES = 1 << 20
 
@@ -97,6 +97,7 @@ def test_a_clean_up_that_fails_is_said_and_the_actor_ends(caplog: pytest.LogCapt
     assert "cannot clean up" in caplog.text
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
     """What they were sent before is worked off; what does not end is interrupted in time for `__cleanup__`."""
     mine = this_host().spawn_procs({"gpus": 2}, name="tidy")
@@ -119,6 +120,7 @@ def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
             call.get(WAIT_S)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 @pytest.mark.parametrize("cell", ["", "import time; time.sleep(20)"], ids=["idle", "beside a cell"])
 def test_a_mesh_that_is_stopped_ends_its_actors_first(
     cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -343,6 +345,7 @@ def test_stop_lets_a_short_endpoint_end_and_interrupts_a_long_one(
     counter.stop().get(WAIT_S)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> None:
     founder = this_proc().spawn("async founder", AsyncFounder)
     assert founder.found.call_one().get(WAIT_S) == 2
@@ -473,6 +476,7 @@ def test_state_is_read_when_the_actor_is_there() -> None:
     broken.stop().get(WAIT_S)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[MeshFailure] = []
     reported = threading.Event()

@@ -22,7 +22,7 @@ from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 begun, released = threading.Event(), threading.Event()
 
@@ -264,6 +264,7 @@ class Deleted(Actor):
             released.wait(WAIT_S)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 @pytest.mark.parametrize("what", ["in a cycle", "raises", "alone"])
 def test_del_has_run_when_an_actor_or_its_processes_have_stopped(what: str, tmp_path: Path) -> None:
     procs = this_host().spawn_procs({"gpus": 2})

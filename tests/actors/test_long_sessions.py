@@ -27,7 +27,7 @@ from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
 from tests.budget import WAIT_S, when
 
-pytestmark = pytest.mark.usefixtures("starts_meshes")
+pytestmark = pytest.mark.usefixtures("starts_processes")
 
 
 @pytest.fixture
@@ -66,6 +66,7 @@ def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(
     when(lambda: _kept(alive) == before)
 
 
+@pytest.mark.usefixtures("starts_meshes")
 def test_processes_that_have_ended_leave_nothing_of_their_actors(
     alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
