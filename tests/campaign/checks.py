@@ -32,6 +32,9 @@ class Problem:
     text: str
 
 
+# Of a rank whose fork server was killed before, in an earlier case.
+_LOST_WITH_SERVER = "its exit status was lost with the fork server"
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Blame
 
@@ -71,10 +74,11 @@ def _check_loss(fault: Fault, draw: Draw, error: BaseException | None, lost: tup
             isinstance(error, RankLost) and error.ranks == lost
         )
         return "" if right and says(error, fault.said) else "that the mesh has ended, and why, is not said"
+    said = (*fault.said, _LOST_WITH_SERVER)
     if isinstance(error, SupervisionError):
         if not any(f"rank {rank}" in str(error) or rank in error.ranks for rank in lost):
             return f"rank {lost} is not named"
-        return "" if says(error, fault.said) else f"it says none of {', '.join(fault.said)}"
+        return "" if says(error, said) else f"it says none of {', '.join(said)}"
     if not isinstance(error, RankLost):
         return f"RankLost was to come for ranks {lost}"
     if error.ranks != lost:
@@ -98,7 +102,7 @@ def check_exit(draw: Draw, exits: dict[int, Any]) -> list[Problem]:
             right = fault.signal in said
         else:
             right = any(word in said for word in fault.said)
-        if not right and "its exit status was lost with the fork server" not in said:
+        if not right and _LOST_WITH_SERVER not in said:
             wrong.append(Problem("wrong blame", f"rank {rank} has ended by {fault.name}, and the mesh says: {said}"))
     return wrong
 

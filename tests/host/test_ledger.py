@@ -316,6 +316,20 @@ def test_that_one_rank_has_failed_is_reported_soon_unless_all_have(busy: Host) -
     assert alike.reports(messages.CallProgressed) == []
 
 
+@pytest.mark.parametrize("kind", [messages.ShareState, messages.MoveShards, messages.RunCell])
+def test_why_a_rank_has_failed_is_reported_of_what_ranks_can_only_do_together(host: Host, kind: Any) -> None:
+    options: dict[Any, dict[str, Any]] = {
+        messages.ShareState: {"new_ranks": (1,)},
+        messages.MoveShards: {"step": "move", "axes": {"dp": 2}, "world_size": 2, "new_ranks": (1,)},
+        messages.RunCell: {"source": "c"},
+    }
+    host.send(kind(call="c", ranks=(0, 1), **options[kind]))
+    host.finish(0, "c", "error")
+    host.wait(PROGRESS_AFTER_FAILURE_S + 0.01)
+    (report,) = host.reports(messages.CallProgressed)
+    assert report.failure == ("" if kind is messages.RunCell else "rank 0: ValueError: no")
+
+
 # ---- Stop
 
 

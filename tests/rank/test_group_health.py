@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from meshbook.rank.process_groups.group_reports import (
     ranks_by_name,
 )
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
+from meshbook.rank.process_groups.watched_work import _AbortableFuture
 from meshbook.wire.messages import TransportFailed
+from tests.budget import when
 
 
 class Operation:
@@ -162,6 +165,35 @@ def test_a_collective_that_fails_while_all_ranks_live_raises_its_own_error(healt
     closed = RuntimeError("Connection closed by peer")
     health.exits = Answers().questions
     assert finish_failed(health, closed, launched=True) is closed
+
+
+class LostCallback:
+    """The future of an operation that has failed, whose callback was never called."""
+
+    def add_done_callback(self, callback: Any) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def value(self) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.usefixtures("asks_at_once")
+def test_the_thread_that_brings_the_reason_of_a_failure_does_not_wait_for_it(health: GroupHealth) -> None:
+    asked: list[TransportFailed] = []
+    health.exits = ExitQuestions(0, asked.append)
+    record = health.ring.begin("all_reduce", health.label)
+    pending = _AbortableFuture(health, record, SimpleNamespace(get_future=LostCallback), None)
+    for _ in range(3):  # heartbeats: one thread asks
+        health.complete_futures()
+        when(lambda: asked)
+    assert len(asked) == 1
+    health.exits.answer(asked[0].number)
+    when(pending.future.done)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        pending.future.value()
 
 
 def test_wrong_arguments_are_not_asked_about(health: GroupHealth) -> None:

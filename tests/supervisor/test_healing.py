@@ -270,6 +270,38 @@ def test_state_that_cannot_be_shared_ends_the_new_process_and_the_next_heal_begi
     assert again.generation == 3
 
 
+def test_ranks_do_not_wait_for_one_that_cannot_share_its_state() -> None:
+    mesh = LostRank()
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    (share,) = messages_of(mesh.finish(form.call, reply={"backend": "gloo"}), messages.ShareState)
+    steps = mesh.host(messages.CallProgressed(call=share.call, done=(2,), failure="rank 2: OSError: no"))
+    (abort,) = messages_of(steps, messages.AbortCollectives)
+    assert (abort.ranks, abort.reason) == ((0, 1, 3), "sharing state failed on rank 2: OSError: no")
+    parts = (
+        part((2,), messages.RankError(ename="OSError", evalue="no", traceback=())),
+        part((0, 1, 3), messages.RankError(ename="GroupBroken", evalue=abort.reason, traceback=())),
+    )
+    text = refusal(mesh.host(messages.CallFinished(call=share.call, outcomes=parts, seconds=0.1)))
+    assert "was not copied to it: rank 2: OSError: no" in text
+
+
+def test_ranks_do_not_wait_for_those_of_another_machine_that_cannot_share_their_state() -> None:
+    mesh = LostRank(num_hosts=2)
+    (form,) = messages_of(mesh.heal(), messages.FormGroups)
+    mesh.finish(form.call, ranks=(0, 1), reply={"backend": "gloo"})
+    formed = mesh.finish(form.call, ranks=(2, 3), host=1, reply={"backend": "gloo"})
+    (share,) = messages_of(formed, messages.ShareState)
+    error = messages.RankError(ename="OSError", evalue="no", traceback=())
+    parts = (part((2, 3), error),)
+    steps = mesh.host(messages.CallFinished(call=share.call, outcomes=parts, seconds=0.1), 1)
+    (abort,) = messages_of(steps, messages.AbortCollectives)
+    assert (abort.ranks, abort.reason) == ((0, 1), "sharing state failed on ranks 2-3: OSError: no")
+
+
+def part(ranks: tuple[int, ...], error: messages.RankError) -> OutcomeGroup:
+    return OutcomeGroup(ranks, Outcome(status="error", error=error))
+
+
 def test_nothing_is_replayed_or_shared_if_that_is_not_wanted() -> None:
     mesh = LostRank(cells=[{"source": "import a"}])
     (form,) = messages_of(mesh.heal(replay=False, share=False), messages.FormGroups)

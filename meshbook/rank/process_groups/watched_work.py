@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -147,6 +148,7 @@ class _AbortableFuture:
         self._health, self._record, self._connection_version = health, record, health.connection_version
         self.future: torch.futures.Future[Any] = torch.futures.Future()
         self._inner: Any = None
+        self._is_passing_on = False
         failure = health.add_future(record, self)
         if failure is not None:
             self.fail(failure.error_to_raise() or GroupBroken(failure.reason))
@@ -154,12 +156,16 @@ class _AbortableFuture:
         self._inner.add_done_callback(self._on_inner_done)
 
     def poll(self) -> None:
-        """Complete it if gloo's future is done and its callback was lost.
+        """Complete it if gloo's future is done and its callback was lost. Does not block.
 
         torch drops a KeyboardInterrupt in a callback.
         """
-        if self._inner is not None and self._inner.done():
-            self._on_inner_done(self._inner)
+        if self._inner is not None and self._inner.done() and not self._is_passing_on:
+            # An error is passed on when its reason is known, which the service thread, on which this is, brings.
+            passing_on = threading.Thread(
+                target=self._on_inner_done, args=(self._inner,), name="meshbook-future", daemon=True
+            )
+            passing_on.start()
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error, unless it is complete."""
@@ -168,7 +174,14 @@ class _AbortableFuture:
             self._set_error(error)
 
     def _on_inner_done(self, future: Any) -> None:
-        """Pass on gloo's result. Called on gloo's own thread."""
+        """Pass on gloo's result. Called on gloo's own thread. Blocks until the reason of an error is known."""
+        self._is_passing_on = True
+        try:
+            self._pass_on(future)
+        finally:
+            self._is_passing_on = False
+
+    def _pass_on(self, future: Any) -> None:
         try:
             value = future.value()
         except Exception as error:
