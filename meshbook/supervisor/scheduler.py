@@ -242,6 +242,13 @@ class CallScheduler:
         call = self._calls.get(call_id)
         return self._positions.query_left(call, now) if call is not None and self.ends_on_error else []
 
+    def stop_is_over(self, call_id: str, now: float) -> list[Effect]:
+        """Go on after a Stop: ranks that it has not ended, which caught it, are released from those that left."""
+        call = self._calls.get(call_id)
+        if call is not None and now >= call.stop_deadline:
+            call.is_stopped = False
+        return [*self.send_deferred(now), *self.query_left(call_id, now)]
+
     def _ended(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         """Report a call's end to its client; check the process groups if it did not end well."""
         self._cells.ended(call.history_entry, parts, call.seconds)

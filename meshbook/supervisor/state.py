@@ -187,7 +187,7 @@ class MeshState:
             case "left":
                 effects = self._scheduler.query_left(argument, now)
             case "release":
-                effects = [*self._silent_hosts.stop_unanswered(argument), *self._scheduler.send_deferred(now)]
+                effects = [*self._silent_hosts.stop_unanswered(argument), *self._scheduler.stop_is_over(argument, now)]
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case "hosts":

@@ -21,7 +21,8 @@ supervisor, to the hosts of the call's ranks. Times count from there.
 | STUCK_AFTER_S   | host       | reports the ranks that have not returned,   | none: C code, or code that        |
 |                 |            | and why; the cell ends without them         | catches KeyboardInterrupt         |
 | HOLD_COMMANDS_S | supervisor | sends the commands that it held back, except|                                   |
-|                 |            | those that need the stuck ranks             |                                   |
+|                 |            | those that need the stuck ranks; ranks that | caught KeyboardInterrupt, and     |
+|                 |            | go on hear of those that have left          | waits for a rank that has left    |
 
 An interrupt after that, or within SECOND_INTERRUPT_S of the first, is a second one; interrupts within
 INTERRUPT_DEBOUNCE_S count as one.

@@ -625,6 +625,14 @@ def test_nobody_is_told_who_has_left_a_call_that_is_being_stopped(busy: World) -
     assert not messages_of(progressed(busy, 1, 2), messages.QueryPositions)
 
 
+def test_ranks_that_a_stop_has_not_ended_hear_at_last_who_has_left(busy: World) -> None:
+    (release,) = steps_of(busy.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1")), s.SetTimer)
+    assert not messages_of(progressed(busy, 1), messages.QueryPositions)
+    steps = busy.state.timer_fired(release.name, release.delay_s)
+    left = busy.answer(steps, {1: busy.position(1, last_status="interrupted")})
+    assert [report.ranks for report in messages_of(left, messages.RanksLeft)] == [(0, 2, 3)]
+
+
 def test_a_stop_of_one_rank_leaves_the_others_to_be_released(busy: World) -> None:
     busy.say(messages.Interrupt(ranks=(1,), target="c1"))
     steps = progressed(busy, 1)
