@@ -34,7 +34,11 @@ GATE: dict[str, tuple[str, ...]] = {
     "checkpoints": ("controller/test_checkpoints.py",),
     "when the cluster takes the machine back": ("controller/test_preemption.py",),
     "names are at hand": ("controller/test_values.py", "kernel/test_handles.py"),
-    "tensors and modules feel local": ("tensors/test_remote.py", "tensors/test_training.py"),
+    "tensors and modules feel local": (
+        "tensors/test_remote.py",
+        "tensors/test_training.py",
+        "tensors/test_pretrained.py",
+    ),
     "loops on remote tensors heal by themselves": ("tensors/test_resilient.py",),
     "actors": ("actors/test_calls.py", "actors/test_faults.py", "actors/test_on_mesh.py", "actors/test_programs.py"),
     "stop and look": ("controller/test_running_debugger.py", "kernel/test_debugger.py"),
