@@ -230,6 +230,40 @@ def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(duo: Mesh) ->
         first.past_key_values.get_seq_length()
 
 
+def adapted(folder: str) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    return peft.get_peft_model(model, options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_an_adapter_writes_trains_alone_and_is_saved_alone(strategy: str, duo: Mesh, tmp_path: Path) -> None:
+    folder = save(make("Llama"), tmp_path / "here")
+    plain, model = adapted(folder), meshbook.distribute(lambda: adapted(folder), duo, strategy=strategy)
+    options = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**options), plain.generate(**options))  # before any forward of the whole
+    losses: list[list[float]] = []
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW([each for each in one.parameters() if each.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            loss = one(**text_batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert torch.equal(model.generate(**options), plain.generate(**options))
+    model.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    back = pytest.importorskip("peft").PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    for full, tensor in plain.state_dict().items():
+        torch.testing.assert_close(back[full], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_a_dtype_is_converted_to_and_kept_where_none_is_said(duo: Mesh, tmp_path: Path) -> None:
     folder = save(make("Llama").bfloat16(), tmp_path)
     assert next(meshbook.distribute(folder, duo).parameters()).dtype == torch.bfloat16

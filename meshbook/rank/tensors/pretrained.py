@@ -182,19 +182,23 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
 def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context in which FSDP2 leaves parameters gathered after a forward, where the memory is there.
 
-    Each token is a forward. All ranks decide alike: otherwise some would gather, and others not.
+    Each token is a forward. Those of the root are gathered here: an adapter around a model calls the forward of that.
+    All ranks decide alike: otherwise some would gather, and others not.
     """
     shards = [one for one in module.modules() if isinstance(one, FSDPModule)]
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    fits = torch.tensor([bool(shards) and 2 * num_bytes < free_bytes(device)], dtype=torch.uint8, device=device)
-    torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)
-    if not fits.item():
+    if not shards:
         yield
         return
     groups = [group for one in shards for group in fsdp_param_groups(fsdp_state(one))]
     before = [group.post_forward_mesh_info for group in groups]
-    for one in shards:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    fits = torch.tensor([2 * num_bytes < free_bytes(device)], dtype=torch.uint8, device=device)
+    torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)
+    for one in shards if fits.item() else ():
         one.set_reshard_after_forward(False, recurse=False)
+    if isinstance(module, FSDPModule):
+        fsdp_state(module)._lazy_init()
+        module.unshard()
     try:
         yield
     finally:
