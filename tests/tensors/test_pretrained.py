@@ -13,6 +13,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, UsageError
+from tests.cli.commands import meshbook as meshbook_command
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
 
@@ -281,6 +282,15 @@ def test_plans_are_compared_for_a_model_in_a_folder(duo: Mesh, tmp_path: Path) -
 def test_a_model_whose_layers_are_not_known_says_how_to_name_them(duo: Mesh, tmp_path: Path) -> None:
     with pytest.raises(CellError, match=r"no layer of this GPT2LMHeadModel was recognised(.|\n)*tp_plan="):
         meshbook.distribute(save(make("GPT-2"), tmp_path), duo, strategy="tp", axis="dp")
+
+
+@pytest.mark.thorough
+def test_the_notebook_trains_writes_saves_and_reads_with_another_plan(tmp_path: Path) -> None:
+    notebook = Path(__file__).resolve().parent.parent.parent / "notebooks" / "fine_tune_a_model.ipynb"
+    done = meshbook_command("run", str(notebook), "--out", str(tmp_path), cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "one process writes the same" in done.out
+    assert "self_attn.o_proj is cut rowwise" in done.out
 
 
 def test_what_is_no_model_says_what_to_give(duo: Mesh, tmp_path: Path) -> None:
