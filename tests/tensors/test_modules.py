@@ -500,6 +500,17 @@ class Scored:
     memory: Any
 
 
+@dataclasses.dataclass
+class Options:
+    """Without tensors: it is sent as it is."""
+
+    factor: float
+    twice: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.factor
+
+
 class Remembering(nn.Module):
     """Gives a dataclass, a dtype, and an object of its own, which it takes again."""
 
@@ -507,7 +518,8 @@ class Remembering(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 4)
 
-    def forward(self, inputs: torch.Tensor, memory: Any = None) -> Any:
+    def forward(self, inputs: torch.Tensor, memory: Any = None, options: Options | None = None) -> Any:
+        inputs = inputs if options is None else inputs * options.twice
         sums = SimpleNamespace(total=self.fc(inputs).sum() + (0 if memory is None else memory.total))
         return {"scored": Scored(self.fc(inputs), "linear", sums), "total": sums.total, "dtype": inputs.dtype}
 
@@ -518,10 +530,10 @@ def test_dataclasses_and_values_come_back_and_objects_stay_on_the_ranks(mesh2: M
     module = meshbook.distribute(plain, mesh2, strategy="ddp")
     inputs = torch.randn(2, 4)
     first = module(inputs)
-    second = module(inputs, memory=first["scored"].memory)
+    second = module(inputs, memory=first["scored"].memory, options=Options(2.0))
     assert isinstance(first["scored"], Scored)
     assert (first["scored"].kind, first["dtype"]) == ("linear", torch.float32)
-    expected = plain(inputs, memory=plain(inputs)["scored"].memory)
+    expected = plain(inputs, memory=plain(inputs)["scored"].memory, options=Options(2.0))
     torch.testing.assert_close(second["total"].full_tensor().detach(), expected["total"].detach())
     torch.testing.assert_close(second["scored"].score.full_tensor().detach(), expected["scored"].score.detach())
     second["scored"].score.sum().backward()

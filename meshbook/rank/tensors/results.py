@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from meshbook.rank.tensors.operators import TENSOR
+
 # Leaves of a result that are sent by value.
 _BY_VALUE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -24,15 +26,23 @@ class ObjectThere:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of a tree. Dataclasses become nodes of pytrees."""
+    """Return the leaves of a tree. Dataclasses with tensors, or what stands for these, become nodes of pytrees."""
     while True:
         leaves = pytree.tree_leaves(tree)
-        found = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and type(leaf) is not ObjectThere}
-        found.discard(type)
+        found = {type(leaf) for leaf in leaves if _is_node(leaf)}
         if not found:
             return leaves
         for kind in found:
             pytree.register_dataclass(kind)
+
+
+def _is_node(leaf: Any) -> bool:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, ObjectThere)):
+        return False
+    fields = dataclasses.fields(leaf)
+    held = pytree.tree_leaves([getattr(leaf, field.name, None) for field in fields])
+    has_tensor = any(isinstance(one, (torch.Tensor, ObjectThere)) or one is TENSOR or _is_node(one) for one in held)
+    return has_tensor and all(field.init for field in fields)  # else it could not be made anew
 
 
 def stays(leaf: Any) -> bool:
