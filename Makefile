@@ -3,8 +3,9 @@
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
 #   make test    whether README's promises hold, within 15 minutes on two cores (tests/suites.py); what failed is run
-#                again, alone, and listed as flaky if it passes then (make test PEERS=1 installs Monarch and Ray, whose
-#                tests then run; WORKERS=0 runs one test after the other, for one who looks for the cause of a failure)
+#                again, alone, and listed as flaky if it passes then (make test PEERS=1 installs Monarch and Ray, and make
+#                .venv/installed-models transformers, whose tests then run; WORKERS=0 runs one test after the other, for one
+#                who looks for the cause of a failure)
 #   make test-all   every test that this machine can run, each folder in a process of its own: an hour on two cores
 #   make soak    random programs, faults and hangs, for as long as one likes: make soak MINUTES=60
 #   make test-fast  the tests that start no process and those of one mesh, for every change: at most 4 minutes

@@ -52,7 +52,7 @@ class Pretrained:
             cut: is called with the model on the meta device, and turns parameters into DTensors, of which only this
                 rank's parts are read; None: all of it is read.
         """
-        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+        from transformers.distributed import configuration_utils
 
         config = self._config()
         kind = self._class_of(config)
@@ -61,7 +61,7 @@ class Pretrained:
             options["device_map"] = {"": device}
         with self._explained(), _distributed_by(kind, cut) if cut is not None else nullcontext():
             if cut is not None:
-                options["distributed_config"] = DistributedConfig()
+                options["distributed_config"] = configuration_utils.DistributedConfig()
             model: Any = kind.from_pretrained(self.path, **options)
         model.config.distributed_config = None  # what it is distributed by is not transformers' own
         _own_memory(model)
