@@ -89,10 +89,14 @@ FAMILIES = {
         num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4, **NO_DROPOUT,
     ),
     "Whisper": family("WhisperConfig", "WhisperForConditionalGeneration", sound_batch, **WHISPER),
+    "T5": family(
+        "T5Config", "T5ForConditionalGeneration", text_batch, vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2,
+        num_heads=4, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
+    ),
 }  # fmt: skip
-# Layers that transformers packs, or that it has no table for, are not cut over tp.
-UNCUT = ("Mixtral", "GPT-2")
-WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "Gemma2", "GPT-2")
+# Layers that transformers packs, experts, and biases of each head are not cut over tp.
+UNCUT = ("Mixtral", "GPT-2", "T5")
+WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "Gemma2", "GPT-2", "T5")
 
 
 @pytest.fixture(autouse=True, scope="module")
