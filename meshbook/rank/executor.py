@@ -6,7 +6,6 @@ Does not depend on other ranks, nor on how groups are formed and values are kept
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.recording.door import RecordingDoor
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.resharding.door import ReshardingDoor
+from meshbook.rank.thread_modes import ThreadModes
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
@@ -118,8 +118,7 @@ class Executor:
         label = getattr(command, "label", "")
         self._crash_log.clear()
         self._preemption.begin(command.call)
-        torch: Any = sys.modules.get("torch")
-        grad_enabled = torch is None or torch.is_grad_enabled()
+        modes = ThreadModes()
         try:
             if self._elastic_runs is not None:
                 self._elastic_runs.call_began(command.call, getattr(command, "source", label))
@@ -131,8 +130,8 @@ class Executor:
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self._runner.describe_error(error))
-        if outcome.status == "interrupted" and torch is not None:
-            torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
+        if outcome.status == "interrupted":
+            modes.restore()
         seconds = perf_counter() - started
         self._reporter.may_have_sent = False
         try:

@@ -197,10 +197,12 @@ ddp(batch).sum().backward()
 
 
 def test_a_stop_leaves_autograd_as_the_cell_found_it(mesh: Mesh) -> None:
-    source = "import os, signal\ntorch.set_grad_enabled(False)\nos.kill(os.getpid(), signal.SIGINT)\nrank"
+    fake = "from torch._subclasses.fake_tensor import FakeTensorMode\nFakeTensorMode().__enter__()\n"
+    source = f"import os, signal\n{fake}torch.set_grad_enabled(False)\nos.kill(os.getpid(), signal.SIGINT)\nrank"
     with pytest.raises(CellInterrupted):
         mesh.run(source, echo=False)
     assert set(mesh.run("torch.is_grad_enabled()", echo=False).values.values()) == {True}
+    assert set(mesh.run("type(torch.ones(1)).__name__", echo=False).values.values()) == {"Tensor"}
 
 
 def test_a_stop_in_the_first_forward_pass_of_fsdp_leaves_a_model_that_trains(mesh: Mesh) -> None:
