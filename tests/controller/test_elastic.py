@@ -173,8 +173,8 @@ def test_a_model_that_no_setup_cell_builds_is_had_where_the_loss_left_the_others
     mesh: Mesh, tmp_path: Path
 ) -> None:
     expected = expected_curve(mesh)
-    mesh.run("del model, opt, schedule", setup=True)
-    mesh.run(MODELS["ddp"] + OPTIMIZER)
+    mesh.run("del network, model, opt, schedule", setup=True)
+    mesh.run(f"{MODELS['ddp']}{OPTIMIZER}\npass")  # another text than that of the setup cell
     # as a step that only rank 0 has done
     cut = once(tmp_path / "cut", "rank == 0 and step == 25", "next(model.parameters()).data.add_(1)")
     mesh.run(
