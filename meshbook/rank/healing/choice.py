@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from meshbook.ids import Ranks, name_ranks
 
@@ -33,7 +33,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
             generator's state), "value" (another one, which is replaced as a whole) or "opaque" (cannot be copied).
         type: its class, in words.
         digest: equal for equal contents; None: not comparable.
-        rest_digest: the same, of what may differ between replicas: buffers and extra state of a module.
+        rest_digests: the same, of what may differ between replicas, by what it is: buffers, gradients, extra state.
         attributes_digest: the same, of attributes of modules that are plain values, such as `dropout.p`.
         groups: names and members of the process group, or of the groups of a DeviceMesh, by dim.
         slice_of_mesh: of a DeviceMesh that is a slice of `mesh`: its axes.
@@ -45,7 +45,7 @@ class Held(Struct, frozen=True, gc=False, array_like=True):
     kind: str
     type: str
     digest: str | None = None
-    rest_digest: str | None = None
+    rest_digests: dict[str, str] = field(default_factory=dict)
     attributes_digest: str | None = None
     groups: tuple[tuple[str, Ranks], ...] = ()
     slice_of_mesh: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ def _has_the_same(found: Mapping[int, Held], mine: Held | None, *, is_named: boo
 
 
 def _contents(held: Held) -> tuple[str | None, ...]:
-    return held.type, held.digest, held.rest_digest, held.attributes_digest
+    return held.type, held.digest, *held.rest_digests.values(), held.attributes_digest
 
 
 def _choose(
@@ -232,9 +232,9 @@ def _find_replica(found: Mapping[int, Held], rank: int, axes: Mapping[str, int])
 
 
 def _differing_rest(replicas: Mapping[int, Held], source: int) -> str:
-    if len({one.rest_digest for one in replicas.values()}) <= 1:
-        return ""
-    return f"; its buffers, gradients and extra state may differ there, and are those of rank {source}"
+    kinds = replicas[source].rest_digests
+    differing = [kind for kind in kinds if len({one.rest_digests.get(kind) for one in replicas.values()}) > 1]
+    return f"; {' and '.join(differing)} of rank {source}: they differ there" if differing else ""
 
 
 def _choose_groups(found: Mapping[int, Held], rank: int) -> Choice:

@@ -73,8 +73,8 @@ def _describe(value: Any, *, with_shards: bool) -> Held:
                 "state", name, [own, value.training], with_shards=with_shards, may_have_plain=True
             )
             attributes = digest_of(attributes_of(value))
-            rest = _digest_rest(value, with_shards=with_shards)
-            return structs.replace(held, rest_digest=rest, attributes_digest=attributes)
+            rest = _digests_of_rest(value, with_shards=with_shards)
+            return structs.replace(held, rest_digests=rest, attributes_digest=attributes)
         if has_state_dict(value):
             is_optimizer = isinstance(value, torch.optim.Optimizer)
             contents = value.state_dict()
@@ -136,11 +136,22 @@ def _describe_mesh(mesh: DeviceMesh) -> Held:
     )
 
 
-def _digest_rest(module: torch.nn.Module, *, with_shards: bool) -> str:
-    """Return a digest of what may differ between replicas of a module; one that equals no other where it has none."""
-    gradients = _gradients_of(module, with_shards=with_shards)
+def _digests_of_rest(module: torch.nn.Module, *, with_shards: bool) -> dict[str, str]:
+    """Return digests of what may differ between replicas of a module, by what it is.
+
+    Of what cannot be compared it is one that equals no other.
+    """
+    found = {
+        "buffers": list(module.named_buffers()),
+        "gradients": _gradients_of(module, with_shards=with_shards),
+        "extra state": extra_states_of(module),
+    }
+    return {what: _digest_or_unlike(value) for what, value in found.items()}
+
+
+def _digest_or_unlike(value: Any) -> str:
     try:
-        return digest_of([list(module.named_buffers()), extra_states_of(module), gradients])
+        return digest_of(value)
     except NotComparable:
         return secrets.token_hex(8)
 
