@@ -13,7 +13,7 @@ import torch
 from meshbook.actor import ActorError, SupervisionError
 from meshbook.controller.healed import Healed
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import CellError, NotAttached, RankLost
+from meshbook.errors import CellError, NotAttached, RankLost, UsageError
 from tests.campaign.draws import Draw
 from tests.campaign.faults import FAULTS, Fault, exit_status
 from tests.campaign.work import WORKS
@@ -110,7 +110,9 @@ def check_exit(draw: Draw, exits: dict[int, Any]) -> list[Problem]:
 def _check_stop(error: BaseException | None) -> str:
     if error is None or isinstance(error, KeyboardInterrupt):
         return ""
-    if isinstance(error, (CellError, ActorError)) and says(error, ("KeyboardInterrupt", "stopped", "interrupted")):
+    if isinstance(error, (CellError, ActorError, UsageError)) and says(
+        error, ("KeyboardInterrupt", "stopped", "interrupted")
+    ):
         return ""
     return "it was stopped, and something else is said"
 
