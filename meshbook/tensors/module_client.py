@@ -218,6 +218,8 @@ class ModuleClient:
         self.engine.sender.check_open()
 
         def to_input(leaf: Any) -> Any:
+            if isinstance(leaf, RemoteObject):
+                return self._token_of(leaf)
             leaf = to_remote_tensor(leaf)
             return self._to_module_input(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
 

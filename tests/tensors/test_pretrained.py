@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, UsageError
+from meshbook.rank.tensors import pretrained
 from tests.cli.commands import meshbook as meshbook_command
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
@@ -105,18 +105,6 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.fixture(scope="module")
-def duo() -> Iterator[Mesh]:
-    with create_mesh({"dp": 2}) as mesh:
-        yield mesh
-
-
-@pytest.fixture(scope="module")
-def square() -> Iterator[Mesh]:
-    with create_mesh({"dp": 2, "tp": 2}) as mesh:
-        yield mesh
-
-
 def make(name: str) -> Any:
     torch.manual_seed(0)
     return FAMILIES[name][0]().eval()
@@ -142,6 +130,20 @@ def check_training(model: Any, plain: Any, name: str) -> None:
             torch.testing.assert_close(gradients[full].full_tensor(), parameter.grad, rtol=2e-4, atol=1e-6)
 
 
+def losses_of(model: Any, after_step: Callable[[], object] = lambda: None) -> list[float]:
+    """Return the losses of three steps."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**text_batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def pairs() -> list[Any]:
     shown = {("Llama", "fsdp"), ("Llama, tied", "ddp"), ("Qwen3", "tp"), ("Mixtral", "fsdp"), ("BERT", "ddp")}
     found = [(name, strategy) for name in FAMILIES for strategy in ("ddp", "fsdp", "tp")]
@@ -154,11 +156,11 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "strategy"), pairs())
 def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
-    name: str, strategy: str, duo: Mesh, tmp_path: Path
+    name: str, strategy: str, mesh2: Mesh, tmp_path: Path
 ) -> None:
     plain = make(name)
     axis = {"axis": "dp"} if strategy == "tp" else {}
-    model = meshbook.distribute(save(plain, tmp_path / "here"), duo, strategy=strategy, **axis)
+    model = meshbook.distribute(save(plain, tmp_path / "here"), mesh2, strategy=strategy, **axis)
     assert not model.training  # as from_pretrained gives it
     if name in WRITERS:
         for options in ({"do_sample": False}, {"do_sample": True}):
@@ -178,24 +180,24 @@ def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
 
 @pytest.mark.parametrize("strategy", ["fsdp+tp", pytest.param("hsdp", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["Llama, tied", pytest.param("Qwen3", marks=pytest.mark.thorough)])
-def test_two_axes_give_what_one_process_gives(name: str, strategy: str, square: Mesh, tmp_path: Path) -> None:
+def test_two_axes_give_what_one_process_gives(name: str, strategy: str, mesh22: Mesh, tmp_path: Path) -> None:
     plain = make(name)
     plan = meshbook.Plan(ddp="dp", fsdp="tp") if strategy == "hsdp" else strategy
-    model = meshbook.distribute(save(plain, tmp_path / "here"), square, strategy=plan)
+    model = meshbook.distribute(save(plain, tmp_path / "here"), mesh22, strategy=plan)
     expected = plain.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), expected)
     check_training(model, plain, name)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", pytest.param("Whisper", marks=pytest.mark.thorough)])
-def test_blocks_that_are_computed_again_fill_no_cache(name: str, duo: Mesh) -> None:
+def test_blocks_that_are_computed_again_fill_no_cache(name: str, mesh2: Mesh) -> None:
     plain = make(name)
-    check_training(meshbook.distribute(plain, duo, strategy=meshbook.Plan(fsdp="dp", ac="every block")), plain, name)
+    check_training(meshbook.distribute(plain, mesh2, strategy=meshbook.Plan(fsdp="dp", ac="every block")), plain, name)
 
 
-def test_a_model_is_saved_to_the_folder_that_it_was_read_from(duo: Mesh, tmp_path: Path) -> None:
+def test_a_model_is_saved_to_the_folder_that_it_was_read_from(mesh2: Mesh, tmp_path: Path) -> None:
     plain = make("Llama")
-    model = meshbook.distribute(save(plain, tmp_path), duo, strategy="fsdp")
+    model = meshbook.distribute(save(plain, tmp_path), mesh2, strategy="fsdp")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
@@ -205,32 +207,34 @@ def test_a_model_is_saved_to_the_folder_that_it_was_read_from(duo: Mesh, tmp_pat
         assert torch.equal(back[full], 2 * tensor)
 
 
-def test_a_step_after_generate_is_that_of_one_process(duo: Mesh, tmp_path: Path) -> None:
+def test_a_step_after_generate_is_that_of_one_process(mesh2: Mesh, tmp_path: Path) -> None:
     plain = make("Llama")
-    model = meshbook.distribute(save(plain, tmp_path), duo, strategy="fsdp")
-    losses: list[list[float]] = []
-    for one in (plain, model):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        losses.append([])
-        for _ in range(3):
-            loss = one(**text_batch()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            one.generate(IDS[:1], attention_mask=MASK[:1], max_new_tokens=3, do_sample=False)
-            losses[-1].append(float(loss.detach()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    model = meshbook.distribute(save(plain, tmp_path), mesh2, strategy="fsdp")
+    write = {"input_ids": IDS[:1], "attention_mask": MASK[:1], "max_new_tokens": 3, "do_sample": False}
+    found = losses_of(model, lambda: model.generate(**write))
+    assert found == pytest.approx(losses_of(plain), rel=1e-4)
 
 
-def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(duo: Mesh) -> None:
+def test_parts_in_another_mode_than_the_whole_keep_it_when_the_model_writes() -> None:
+    model = make("Llama").train()
+    model.lm_head.eval()
+    options = {"attention_mask": MASK, "max_new_tokens": 2, "do_sample": False}
+    pretrained.generate(model, torch.get_rng_state(), (IDS,), options)
+    assert (model.training, model.lm_head.training) == (True, False)
+
+
+def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(mesh2: Mesh) -> None:
     plain = make("Llama")
-    model = meshbook.distribute(plain, duo, strategy="ddp")
+    model = meshbook.distribute(plain, mesh2, strategy="ddp")
     with torch.no_grad():
         first = model(input_ids=IDS[:, :6])
         assert repr(first.past_key_values) == "RemoteObject(DynamicCache on the ranks)"
         found = model(input_ids=IDS[:, 6:7], past_key_values=first.past_key_values).logits
         expected = plain(input_ids=IDS[:, :7]).logits[:, -1:]
     torch.testing.assert_close(found.full_tensor(), expected)
+    options = {"attention_mask": MASK[:, :8], "max_new_tokens": 3, "do_sample": False}
+    written = model.generate(IDS[:, :8], past_key_values=first.past_key_values, **options)
+    assert torch.equal(written, plain.generate(IDS[:, :8], **options))
     with pytest.raises(AttributeError, match="this DynamicCache stays on the ranks"):
         first.past_key_values.get_seq_length()
 
@@ -245,22 +249,12 @@ def adapted(folder: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
-def test_an_adapter_writes_trains_alone_and_is_saved_alone(strategy: str, duo: Mesh, tmp_path: Path) -> None:
+def test_an_adapter_writes_trains_alone_and_is_saved_alone(strategy: str, mesh2: Mesh, tmp_path: Path) -> None:
     folder = save(make("Llama"), tmp_path / "here")
-    plain, model = adapted(folder), meshbook.distribute(lambda: adapted(folder), duo, strategy=strategy)
+    plain, model = adapted(folder), meshbook.distribute(lambda: adapted(folder), mesh2, strategy=strategy)
     options = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**options), plain.generate(**options))  # before any forward of the whole
-    losses: list[list[float]] = []
-    for one in (plain, model):
-        optimizer = torch.optim.AdamW([each for each in one.parameters() if each.requires_grad], lr=1e-2)
-        losses.append([])
-        for _ in range(3):
-            loss = one(**text_batch()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(float(loss.detach()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses_of(model) == pytest.approx(losses_of(plain), rel=1e-4)
     assert torch.equal(model.generate(**options), plain.generate(**options))
     model.save_pretrained(tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -269,23 +263,23 @@ def test_an_adapter_writes_trains_alone_and_is_saved_alone(strategy: str, duo: M
         torch.testing.assert_close(back[full], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dtype_is_converted_to_and_kept_where_none_is_said(duo: Mesh, tmp_path: Path) -> None:
+def test_a_dtype_is_converted_to_and_kept_where_none_is_said(mesh2: Mesh, tmp_path: Path) -> None:
     folder = save(make("Llama").bfloat16(), tmp_path)
-    assert next(meshbook.distribute(folder, duo).parameters()).dtype == torch.bfloat16
-    assert next(meshbook.distribute(folder, duo, dtype=torch.float32).parameters()).dtype == torch.float32
+    assert next(meshbook.distribute(folder, mesh2).parameters()).dtype == torch.bfloat16
+    assert next(meshbook.distribute(folder, mesh2, dtype=torch.float32).parameters()).dtype == torch.float32
     with pytest.raises(UsageError, match="dtype= is for models that are read from a folder"):
-        meshbook.distribute(torch.nn.Linear(2, 2), duo, dtype=torch.float32)
+        meshbook.distribute(torch.nn.Linear(2, 2), mesh2, dtype=torch.float32)
 
 
-def test_plans_are_compared_for_a_model_in_a_folder(duo: Mesh, tmp_path: Path) -> None:
+def test_plans_are_compared_for_a_model_in_a_folder(mesh2: Mesh, tmp_path: Path) -> None:
     folder = save(make("Llama"), tmp_path)
-    model = meshbook.distribute(folder, duo, strategy="fsdp", sample=text_batch())
+    model = meshbook.distribute(folder, mesh2, strategy="fsdp", sample=text_batch())
     assert "fsdp over dp=2" in str(model.plan)
 
 
-def test_a_model_whose_layers_are_not_known_says_how_to_name_them(duo: Mesh, tmp_path: Path) -> None:
+def test_a_model_whose_layers_are_not_known_says_how_to_name_them(mesh2: Mesh, tmp_path: Path) -> None:
     with pytest.raises(CellError, match=r"no layer of this GPT2LMHeadModel was recognised(.|\n)*tp_plan="):
-        meshbook.distribute(save(make("GPT-2"), tmp_path), duo, strategy="tp", axis="dp")
+        meshbook.distribute(save(make("GPT-2"), tmp_path), mesh2, strategy="tp", axis="dp")
 
 
 @pytest.mark.thorough
@@ -297,17 +291,17 @@ def test_the_notebook_trains_writes_saves_and_reads_with_another_plan(tmp_path: 
     assert "self_attn.o_proj is cut rowwise" in done.out
 
 
-def test_what_is_no_model_says_what_to_give(duo: Mesh, tmp_path: Path) -> None:
+def test_what_is_no_model_says_what_to_give(mesh2: Mesh, tmp_path: Path) -> None:
     with pytest.raises(CellError, match=r"is no folder on this machine(.|\n)*Give the path of a folder"):
-        meshbook.distribute(str(tmp_path / "none"), duo)
+        meshbook.distribute(str(tmp_path / "none"), mesh2)
     with pytest.raises(CellError, match=f"the folder {tmp_path} cannot be read as a model"):
-        meshbook.distribute(tmp_path, duo)
+        meshbook.distribute(tmp_path, mesh2)
     save(make("Llama"), tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForNothing"))
     with pytest.raises(CellError, match=r"is of the class LlamaForNothing, which transformers .* does not have"):
-        meshbook.distribute(tmp_path, duo)
-    plain = meshbook.distribute(lambda: torch.nn.Linear(2, 2), duo)
+        meshbook.distribute(tmp_path, mesh2)
+    plain = meshbook.distribute(lambda: torch.nn.Linear(2, 2), mesh2)
     with pytest.raises(CellError, match=r"a FSDPLinear has no generate\(\)|a Linear has no generate\(\)"):
         plain.generate(IDS)
     with pytest.raises(CellError, match=r"has no save_pretrained\(\)(.|\n)*state_dict\(full=True\)"):

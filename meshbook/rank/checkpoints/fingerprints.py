@@ -31,7 +31,7 @@ def fingerprint_value(value: Any, serialized: bytes) -> str:
 
 def fingerprint_tensor(tensor: torch.Tensor) -> str:
     """Return a fingerprint of shape, dtype and content. Waits for the device."""
-    flat = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype}{tuple(tensor.shape)}:{_digest(flat) if flat.device.type == 'cpu' else device_digest(flat)}"
 
 

@@ -30,7 +30,7 @@ from meshbook.rank.tensors.cut_checks import run_with_first_call
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
-from meshbook.rank.tensors.results import ObjectThere, leaves_of, make_token, object_of, stays
+from meshbook.rank.tensors.results import ObjectThere, is_token, leaves_of, make_token, object_of, stays
 
 
 def module_tensors(key: str) -> list[torch.Tensor]:
@@ -311,11 +311,7 @@ def _output_tensors(resident: ResidentModule, leaves: Sequence[Any]) -> list[Any
 
 
 def _is_differentiable(output: torch.Tensor) -> bool:
-    return not _is_token(output) and (output.is_floating_point() or output.is_complex())
-
-
-def _is_token(output: torch.Tensor) -> bool:
-    return hasattr(output, "_meshbook_object")
+    return not is_token(output) and (output.is_floating_point() or output.is_complex())
 
 
 def _wrap_outputs(
@@ -325,7 +321,7 @@ def _wrap_outputs(
     results: list[Any] = []
     output_placements: list[list[Placement] | None] = []
     for output in outputs:
-        if _is_token(output):
+        if is_token(output):
             results.append(output)
             output_placements.append(None)
             continue

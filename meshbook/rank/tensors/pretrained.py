@@ -165,7 +165,7 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
         raise UsageError(f"a {type(module).__name__} has no generate(); models of Hugging Face that write text have it")
     device = next(module.parameters()).device
     devices = [] if device.type == "cpu" else [torch.get_device_module(device).current_device()]
-    was_training = module.training
+    training = {one: one.training for one in module.modules()}  # a part may be in another mode than the whole
     with torch.no_grad(), _gathered(module, device), torch.random.fork_rng(devices, device_type=device.type):
         torch.set_rng_state(rng_state)
         if devices:
@@ -173,7 +173,8 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
         try:
             found = module.eval().generate(*args, **kwargs)
         finally:
-            module.train(was_training)
+            for one, was_training in training.items():
+                one.training = was_training
         found = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
         return found, torch.get_rng_state()
 

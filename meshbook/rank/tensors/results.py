@@ -57,15 +57,19 @@ def make_token(value: Any, device: str) -> torch.Tensor:
     return token
 
 
+def is_token(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_meshbook_object")
+
+
 def object_of(token: torch.Tensor) -> Any:
     """Return the object that a token retains.
 
     Raises:
         RuntimeError: this rank does not have it: it has taken the place of one that was lost.
     """
-    if not hasattr(token, "_meshbook_object"):
+    if not is_token(token):
         raise RuntimeError(
             "an object that the module gave is not on this rank any more, which has replaced one that was lost; call "
             "the module again for a new one"
         )
-    return token._meshbook_object
+    return token._meshbook_object  # type: ignore[attr-defined]
