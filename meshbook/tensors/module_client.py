@@ -109,9 +109,8 @@ class ModuleClient:
         )
         self._forward_specs: dict[Any, _ForwardSpec] = {}
         self.mutated_buffers: tuple[int, ...] = ()  # indices of buffers that forwards have changed
-        self.unchecked: tuple[str, ...] = tuple(
-            description["unchecked"]
-        )  # modules whose cut layers are not compared yet
+        # Modules whose cut layers are not compared yet, by whether in a forward with gradients.
+        self._unchecked = dict.fromkeys((False, True), tuple[str, ...](description["unchecked"]))
         self._first_forward_ids = itertools.count(1)
         self.graph_token_spec = engine.specs.intern((0,), torch.float32, None)
         outputs = [*self.specs, self.graph_token_spec]
@@ -224,9 +223,10 @@ class ModuleClient:
             return self._to_module_input(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = pytree.tree_map(to_input, (args, kwargs))
-        call_args = (modes.non_default_modes(), self.key, torch.get_rng_state(), args, kwargs)
-        found, rng_state_after = call_on_ranks(self.engine, modules.module_generate, *call_args)[0]
+        call_args = (modes.non_default_modes(), self.key, torch.get_rng_state(), self._unchecked[False], args, kwargs)
+        found, rng_state_after, checked = call_on_ranks(self.engine, modules.module_generate, *call_args)[0]
         torch.set_rng_state(rng_state_after)
+        self._note_checked(checked, has_gradients=False)
         return found
 
     def save_pretrained(self, folder: str, options: dict[str, Any]) -> None:
@@ -253,18 +253,22 @@ class ModuleClient:
             inputs_with_grad,
             None if inputs_with_grad is None else trainable_indices,
             self.mutated_buffers,
-            self.unchecked,
+            self._unchecked[inputs_with_grad is not None],
             dispatch.new_seed(),
         )
         descriptions = call_on_ranks(self.engine, modules.module_first, *call_options, *call_args)
         forward_spec = _ForwardSpec(descriptions, self.engine)
-        self.unchecked = tuple(name for name in self.unchecked if name not in descriptions[0]["checked"])
+        self._note_checked(descriptions[0]["checked"], has_gradients=inputs_with_grad is not None)
         if not forward_spec.uses_rng:
             torch.set_rng_state(rng_state)
         self.mutated_buffers = tuple(
             sorted({*self.mutated_buffers, *(index for rank in descriptions for index in rank["changed"])})
         )
         return forward_spec
+
+    def _note_checked(self, checked: Sequence[str], *, has_gradients: bool) -> None:
+        for known in (False, True) if has_gradients else (False,):
+            self._unchecked[known] = tuple(name for name in self._unchecked[known] if name not in checked)
 
     def _token_of(self, given: RemoteObject) -> Any:
         if given._token._spec.engine is not self.engine:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshbook.errors import UsageError
+from meshbook.rank.tensors.cut_styles import STYLES
 from meshbook.rank.tensors.strategies import Plan
 from meshbook.tensors.plan_estimates import Estimate
 
@@ -175,25 +176,21 @@ class ModulePlan:
             lines += [f"    # compute under torch.autocast({self.device!r}, dtype=torch.bfloat16)"]
         return "\n".join([*lines, "    return model", ""])
 
+    def _has_own_styles(self) -> bool:
+        return any("cut_styles" in STYLES[style].code for style in self.styles.values())
+
     def _tensor_parallel_lines(self, axis: str) -> list[str]:
-        makers = {
-            "colwise": "ColwiseParallel()",
-            "rowwise": "RowwiseParallel()",
-            "colwise_gather_output": "ColwiseParallel(output_layouts=Replicate())",
-            "colwise_rep": "ColwiseParallel(output_layouts=Replicate())",
-            "embedding_rowwise": "RowwiseParallel(input_layouts=Replicate())",
-            "replicated_with_grad_allreduce": "SequenceParallel(sequence_dim=2, use_local_output=True)",
-        }
         lines = [
             "    from torch.distributed.tensor import Replicate",
             "    from torch.distributed.tensor.parallel import (",
             "        ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module,",
             "    )",
+            *(["    from meshbook.rank.tensors import cut_styles"] if self._has_own_styles() else []),
             "    styles = {}",
         ]
         for style in dict.fromkeys(self.styles.values()):
             named = [name for name, other in self.styles.items() if other == style]
-            lines += _loop("name", named, [f"styles[name] = {makers[style]}"])
+            lines += _loop("name", named, [f"styles[name] = {STYLES[style].code}"])
         lines += [f"    parallelize_module(model, mesh[{axis!r}], styles)"]
         counts: dict[tuple[str, int], list[str]] = {}
         for name, attributes in self.heads.items():

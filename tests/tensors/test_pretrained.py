@@ -81,9 +81,16 @@ FAMILIES = {
     "Llama, tied": family("LlamaConfig", "LlamaForCausalLM", text_batch, **GROUPED, tie_word_embeddings=True),
     "Qwen3": family("Qwen3Config", "Qwen3ForCausalLM", text_batch, **GROUPED, head_dim=8),
     "Mixtral": family("MixtralConfig", "MixtralForCausalLM", text_batch, **GROUPED, num_local_experts=4),
+    "DeepSeek V2": family(
+        "DeepseekV2Config", "DeepseekV2ForCausalLM", text_batch, **{**GROUPED, "num_key_value_heads": 4},
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, first_k_dense_replace=1,
+    ),
+    "Phi-3": family("Phi3Config", "Phi3ForCausalLM", text_batch, **GROUPED, attention_dropout=0.0),
     "Gemma2": family("Gemma2Config", "Gemma2ForCausalLM", text_batch, **GROUPED, head_dim=8),
     "GPT-2": family("GPT2Config", "GPT2LMHeadModel", text_batch, **GPT2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
     "BERT": family("BertConfig", "BertForSequenceClassification", class_batch, **SIZES, **NO_DROPOUT),
+    "Nomic BERT": family("NomicBertConfig", "NomicBertForSequenceClassification", class_batch, **SIZES, **NO_DROPOUT),
     "ViT": family(
         "ViTConfig", "ViTForImageClassification", image_batch, hidden_size=32, intermediate_size=64,
         num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4, **NO_DROPOUT,
@@ -94,9 +101,7 @@ FAMILIES = {
         num_heads=4, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
     ),
 }  # fmt: skip
-# Layers that transformers packs, experts, and biases of each head are not cut over tp.
-UNCUT = ("Mixtral", "GPT-2", "T5")
-WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "Gemma2", "GPT-2", "T5")
+WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "DeepSeek V2", "Gemma2", "Phi-3", "GPT-2", "T5")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -145,13 +150,16 @@ def losses_of(model: Any, after_step: Callable[[], object] = lambda: None) -> li
 
 
 def pairs() -> list[Any]:
-    shown = {("Llama", "fsdp"), ("Llama, tied", "ddp"), ("Qwen3", "tp"), ("Mixtral", "fsdp"), ("BERT", "ddp")}
+    shown = {
+        ("Llama", "fsdp"),
+        ("Llama, tied", "ddp"),
+        ("GPT-2", "tp"),
+        ("Mixtral", "tp"),
+        ("BERT", "ddp"),
+        ("Nomic BERT", "fsdp"),
+    }
     found = [(name, strategy) for name in FAMILIES for strategy in ("ddp", "fsdp", "tp")]
-    return [
-        pytest.param(*pair, marks=() if pair in shown else pytest.mark.thorough)
-        for pair in found
-        if pair[1] != "tp" or pair[0] not in UNCUT
-    ]
+    return [pytest.param(*pair, marks=() if pair in shown else pytest.mark.thorough) for pair in found]
 
 
 @pytest.mark.parametrize(("name", "strategy"), pairs())
@@ -179,14 +187,38 @@ def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp+tp", pytest.param("hsdp", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ["Llama, tied", pytest.param("Qwen3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", [name if name == "Llama, tied" else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
+)
 def test_two_axes_give_what_one_process_gives(name: str, strategy: str, mesh22: Mesh, tmp_path: Path) -> None:
     plain = make(name)
     plan = meshbook.Plan(ddp="dp", fsdp="tp") if strategy == "hsdp" else strategy
     model = meshbook.distribute(save(plain, tmp_path / "here"), mesh22, strategy=plan)
-    expected = plain.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), expected)
+    if name in WRITERS:
+        expected = plain.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), expected)
     check_training(model, plain, name)
+
+
+def without_choice() -> Any:
+    """Return a Mixtral that computes expert by expert, and sends all tokens to the first two."""
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data.zero_()
+    return model
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part_in_the_step(mesh2: Mesh) -> None:
+    plain, batch = without_choice(), text_batch()
+    model = meshbook.distribute(without_choice, mesh2, strategy="tp", axis="dp")
+    plain(**batch).loss.backward()
+    model(**batch).loss.backward()
+    gradients = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name].grad, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", pytest.param("Whisper", marks=pytest.mark.thorough)])
@@ -271,15 +303,38 @@ def test_a_dtype_is_converted_to_and_kept_where_none_is_said(mesh2: Mesh, tmp_pa
         meshbook.distribute(torch.nn.Linear(2, 2), mesh2, dtype=torch.float32)
 
 
-def test_plans_are_compared_for_a_model_in_a_folder(mesh2: Mesh, tmp_path: Path) -> None:
-    folder = save(make("Llama"), tmp_path)
-    model = meshbook.distribute(folder, mesh2, strategy="fsdp", sample=text_batch())
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_plans_are_compared_for_a_model_in_a_folder(name: str, mesh2: Mesh, tmp_path: Path) -> None:
+    folder = save(make(name), tmp_path)
+    model = meshbook.distribute(folder, mesh2, strategy=meshbook.Plan(tp="dp"), sample=text_batch())
     assert "fsdp over dp=2" in str(model.plan)
+    assert "tp over dp=2" in str(model.plan)
 
 
-def test_a_model_whose_layers_are_not_known_says_how_to_name_them(mesh2: Mesh, tmp_path: Path) -> None:
-    with pytest.raises(CellError, match=r"no layer of this GPT2LMHeadModel was recognised(.|\n)*tp_plan="):
-        meshbook.distribute(save(make("GPT-2"), tmp_path), mesh2, strategy="tp", axis="dp")
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("Mixtral", {"num_local_experts": 3}, r"3 experts of model\.layers\.0\.mlp\.experts over tp=2: 3 = 1 x 2 \+ 1"),
+        ("GPT-2", {"n_embd": 30, "n_head": 3}, r"3 heads over tp=2: 3 = 1 x 2 \+ 1"),
+    ],
+)
+def test_what_cannot_be_cut_evenly_shows_the_sum(name: str, change: dict[str, int], says: str, mesh2: Mesh) -> None:
+    config = type(make(name).config)(**{**(GPT2 if name == "GPT-2" else GROUPED), **change})
+    with pytest.raises(CellError, match=says):
+        meshbook.distribute(
+            lambda: transformers.AutoModelForCausalLM.from_config(config), mesh2, strategy="tp", axis="dp"
+        )
+
+
+def test_a_word_of_a_table_that_is_not_known_names_what_to_give(mesh2: Mesh) -> None:
+    plan = meshbook.Plan(tp="dp", tp_plan={"model.layers.*.mlp": "sequence_parallel"})
+    with pytest.raises(
+        CellError, match=r'model\.layers\.0\.mlp: tp_plan has "sequence_parallel"(.|\n)*Give the layers'
+    ):
+        meshbook.distribute(make("Llama"), mesh2, strategy=plan)
+    plan = meshbook.Plan(tp="dp", tp_plan={"model.layers.*.mlp.up_proj.weight": "colwise"})
+    with pytest.raises(CellError, match=r"parameters that are no layer's are not cut"):
+        meshbook.distribute(make("Llama"), mesh2, strategy=plan)
 
 
 @pytest.mark.thorough

@@ -102,6 +102,36 @@ class Scaled(Normed):
         return self.down(self.up(x) * torch.exp(self.shift))
 
 
+class Gated(Normed):
+    """What it is called with beside x is for all of its width: each rank has a part of its gradient."""
+
+    def forward(self, x: Any, gate: Any) -> Any:
+        return self.down(self.up(x) * gate)
+
+
+class WithGate(nn.Module):
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(1), requires_grad=learned)
+        self.mlp = Gated()
+
+    def forward(self, x: Any) -> Any:
+        return self.mlp(x, self.gate * 2)
+
+
+def test_what_has_no_gradient_is_not_compared_and_an_evaluation_before_the_first_step_hides_none(mesh22: Mesh) -> None:
+    x = torch.ones(4, 8)
+    for learned in (False, True):
+        model = meshbook.distribute(lambda learned=learned: WithGate(learned), mesh22, strategy="tp")  # type: ignore[misc]
+        with torch.no_grad():
+            model(x)
+        if learned:
+            with pytest.raises(CellError, match="mlp gives other numbers when its layers are cut over tp=2"):
+                model(x)
+        else:
+            model(x).sum().backward()
+
+
 class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -146,7 +146,7 @@ def _build_pretrained(
     if isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.tp is not None):
         applied: list[Any] = []
         module = source.load(device, lambda module: applied.append(apply(module)))
-        _, cut, checks = applied[0]
+        _, cut, checks = applied[-1]
     else:
         module, cut, checks = apply(source.load(device, None))
     return Built(module, torch.get_rng_state(), cut, checks)
@@ -215,10 +215,10 @@ def apply_strategy(
 
 def _check_second_dims(module: nn.Module, size: int, axis: str) -> None:
     for name, parameter in module.named_parameters():
-        if other_dim(parameter) is not None and parameter.shape[1] % size:
-            width = parameter.shape[1]
+        if (other := other_dim(parameter)) is not None and parameter.shape[other.dim] % size:
+            width = parameter.shape[other.dim]
             raise PlacementError(
-                f"{name} is cut over tp along dim 0, and its dim 1 of {width} cannot be sharded evenly over "
+                f"{name} is cut over tp along dim 0, and its dim {other.dim} of {width} cannot be sharded evenly over "
                 f"{axis}={size}: {width} = {width // size} x {size} + {width % size}"
             )
 

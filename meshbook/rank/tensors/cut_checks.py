@@ -68,16 +68,19 @@ class CutCheck:
             )
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any, *, whole: bool) -> list[torch.Tensor | None]:
-        """Return outputs, and the gradients of inputs and parameters, whole on each rank."""
+        """Return outputs, and the gradients of inputs and parameters, whole on each rank.
+
+        Of inputs, that of the first, and those of others that have one: rotary embeddings have none.
+        """
         inputs: list[torch.Tensor] = []
 
         def own_copy(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return copy.deepcopy(leaf)  # such as a cache, which a forward writes to
-            leaf = leaf.detach().clone()
-            if leaf.is_floating_point():
-                inputs.append(leaf.requires_grad_())
-            return leaf
+            own = leaf.detach().clone()
+            if own.is_floating_point() and (not inputs or leaf.requires_grad):
+                inputs.append(own.requires_grad_())
+            return own
 
         args, kwargs = pytree.tree_map(own_copy, (args, kwargs))
         parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())

@@ -7,6 +7,7 @@ that nothing is allocated and nothing is sent. Counted are the distinct storages
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshbook.errors import PlacementError
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors.cut_checks import copy_without_data
-from meshbook.rank.tensors.tensor_parallel import COLWISE, ROWWISE, TensorCut, find_cut
+from meshbook.rank.tensors.cut_styles import (
+    COLWISE,
+    CONV1D_COLWISE,
+    CONV1D_PACKED,
+    CONV1D_ROWWISE,
+    EXPERTS,
+    ROWWISE,
+    STYLES,
+)
+from meshbook.rank.tensors.tensor_parallel import TensorCut, find_cut
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,9 @@ def measure_footprint(
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the module's own come when it runs
             module = _without_memory(source) if isinstance(source, nn.Module) else source()
+            for experts in module.modules():
+                if hasattr(experts, "_is_expert_parallel"):
+                    experts.forward = functools.partial(_forward_through_one_expert, experts, experts.num_experts)  # type: ignore[arg-type]
             if tp > 1:
                 _keep_own_part(module, find_cut(module, tp, tp_plan))
             args, kwargs = pytree.tree_map(
@@ -142,19 +155,41 @@ def _keep_own_part(module: nn.Module, cut: TensorCut) -> None:
     for name, style in cut.styles.items():
         layer = module.get_submodule(name)
         for parameter_name, parameter in list(layer.named_parameters(recurse=False)):
-            dim = {ROWWISE: 1, "embedding_rowwise": 0}.get(style, 0)
-            is_whole = parameter.dim() <= dim or not isinstance(layer, (nn.Linear, nn.Embedding))
+            dim = 1 if isinstance(layer, nn.Embedding) and style == COLWISE else STYLES[style].cut_dim(parameter)
             shape = list(parameter.shape)
-            if not is_whole:
+            if dim is not None:
                 shape[dim] = -(-shape[dim] // cut.size)
                 part = torch.empty(shape, dtype=parameter.dtype)
                 layer.register_parameter(parameter_name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         if style in ("colwise_gather_output", "colwise_rep"):
             layer.register_forward_hook(lambda _, inputs, output: torch.cat([output] * cut.size, -1))
-        if style in (ROWWISE, "embedding_rowwise"):
+        if style == "rowwise_split_input":
+            layer.register_forward_pre_hook(lambda _, inputs: inputs[0].chunk(cut.size, -1)[:1])
+        if style in (ROWWISE, "rowwise_split_input", "embedding_rowwise", CONV1D_ROWWISE, EXPERTS):
             layer.register_forward_hook(lambda layer, inputs, output: _note(layer, output))
-        elif style == COLWISE:
+        elif style in (COLWISE, CONV1D_COLWISE, CONV1D_PACKED):
             layer.register_forward_hook(lambda layer, inputs, output: _note(layer, inputs[0]))
+
+
+def _forward_through_one_expert(
+    module: Any, num_experts: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute as many rows as experts of transformers do on one rank, all by one expert.
+
+    Which rows an expert has depends on data, and torch can count grouped products for bfloat16 only.
+
+    Args:
+        num_experts: of all ranks.
+    """
+    first, last = [
+        matrix[0] if module.is_transposed else matrix[0].t()
+        for matrix in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
+    ]
+    rows = index.numel() * module.num_experts // num_experts
+    up = hidden.repeat_interleave(index.shape[-1], 0)[:rows] @ first
+    down = (module._apply_gate(up) if module.has_gate else module.act_fn(up)) @ last
+    weighted: torch.Tensor = down * weights.reshape(-1, 1)[:rows]
+    return hidden + weighted.sum(0)
 
 
 def _note(layer: nn.Module, reduced: torch.Tensor) -> None:

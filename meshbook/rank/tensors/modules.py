@@ -145,15 +145,17 @@ def module_first(
 
 
 def module_generate(
-    modes: torch_modes.Modes, key: str, rng_state: torch.Tensor, args: Any, kwargs: Any
-) -> tuple[Any, torch.Tensor] | None:
+    modes: torch_modes.Modes, key: str, rng_state: torch.Tensor, unchecked: Sequence[str], args: Any, kwargs: Any
+) -> tuple[Any, torch.Tensor, list[str]] | None:
     """Have the module generate from these inputs, which are whole on every rank.
 
     Args:
         rng_state: of the controller's generator.
+        unchecked: the modules with cut layers that have not been compared with whole ones yet.
 
     Returns:
-        On the first rank what the module gave, and the state of the generator afterwards.
+        On the first rank what the module gave, the state of the generator afterwards, and which of `unchecked` were
+        compared.
     """
     resident = find_resident(key)
     inputs = _own_inputs(resident, (), args, kwargs)
@@ -163,9 +165,10 @@ def module_generate(
         torch_modes.apply_modes(modes),
         resident.clean_up_on_error(),
         _forward_context(resident, resident.autocast_dtype, None, inputs),
+        run_with_first_call([check for check in resident.checks if check.name in unchecked]) as checked,
     ):
         found = pretrained.generate(building.inner_module(resident.module), rng_state, inputs.args, inputs.kwargs)
-    return found if torch.distributed.get_rank() == 0 else None
+    return (*found, checked) if torch.distributed.get_rank() == 0 else None
 
 
 def module_save_pretrained(key: str, folder: str, options: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ reads what this rank has of each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,18 @@ class Pretrained:
 
         Args:
             cut: is called with the model on the meta device, and turns parameters into DTensors, of which only this
-                rank's parts are read; None: all of it is read.
+                rank's parts are read. Where the files have parameters in another form, that cannot be read by parts, it
+                is called again, with a model that has been read. None: all of it is read.
         """
+        try:
+            return self._read(device, cut)
+        except _NotByPartsError:
+            assert cut is not None
+            model = self._read(device, None)
+            cut(model)
+            return model
+
+    def _read(self, device: torch.device, cut: Callable[[nn.Module], object] | None) -> nn.Module:
         from transformers.distributed import configuration_utils
 
         config = self._config()
@@ -99,7 +110,7 @@ class Pretrained:
             logging.disable_progress_bar()
         try:
             yield
-        except MeshbookError:
+        except (MeshbookError, _NotByPartsError):
             raise
         except (OSError, ValueError) as error:
             if os.path.isdir(self.path):
@@ -119,7 +130,10 @@ def _distributed_by(kind: Any, cut: Callable[[nn.Module], object]) -> Iterator[N
     """Context in which transformers has models of a class cut by this function before it reads their values."""
 
     def distribute(model: nn.Module, *_: Any) -> nn.Module:
+        converters = _converters_of(model)
         cut(model)
+        if not _can_be_read_by_parts(model, converters):
+            raise _NotByPartsError
         return model
 
     kind.maybe_distribute_model = staticmethod(distribute)
@@ -127,6 +141,41 @@ def _distributed_by(kind: Any, cut: Callable[[nn.Module], object]) -> Iterator[N
         yield
     finally:
         del kind.maybe_distribute_model
+
+
+class _NotByPartsError(Exception):
+    """Parameters of a model lie in its files in a form of which a rank's part cannot be read."""
+
+
+def _converters_of(model: Any) -> list[Any]:
+    """Return what transformers does with tensors of files that are not parameters as they are."""
+    from transformers import conversion_mapping
+
+    return [one for one in conversion_mapping.get_model_conversion_mapping(model) if hasattr(one, "operations")]
+
+
+def _can_be_read_by_parts(model: nn.Module, converters: Sequence[Any]) -> bool:
+    """Whether what transformers does with the tensors of files gives the part of a parameter from parts of them.
+
+    It cuts each tensor of a file as the parameter is cut, and converts it afterwards.
+    """
+    for name, parameter in model.named_parameters():
+        dims = {placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()}
+        for converter in converters if dims else ():
+            patterns = [pattern.replace("*", ".*") for pattern in converter.target_patterns]
+            if not any(re.search(pattern, name) for pattern in patterns):
+                continue
+            if any(not _keeps_dims(operation, dims) for operation in converter.operations):
+                return False
+    return True
+
+
+def _keeps_dims(operation: Any, dims: set[int]) -> bool:
+    """Whether a conversion of transformers may be done after tensors are cut along these dims."""
+    kind = type(operation).__name__
+    if kind == "MergeModulelist":  # of experts, along a new dim 0: transformers takes those of this rank
+        return bool(operation.dim == 0)
+    return kind in ("Concatenate", "Chunk", "Split", "Interleave") and operation.dim not in dims
 
 
 def _own_memory(module: nn.Module) -> None:

@@ -17,61 +17,57 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
 from meshbook.errors import PlacementError
 from meshbook.rank.tensors.cut_checks import CutCheck
+from meshbook.rank.tensors.cut_styles import (
+    COLWISE,
+    CONV1D_COLWISE,
+    CONV1D_PACKED,
+    CONV1D_ROWWISE,
+    EXPERTS,
+    PER_HEAD,
+    ROWWISE,
+    STYLES,
+    cuts_experts,
+)
 
 
 def other_dim(parameter: nn.Parameter) -> Shard | None:
-    """Return how FSDP2 shards a parameter that is cut along dim 0: along dim 1; None: along dim 0, as others.
+    """Return how FSDP2 shards a parameter that is cut along dim 0: along the last; None: along dim 0, as others.
 
-    Shards of shards along one dim are not in the order of the ranks; much of torch cannot read them.
+    Shards of shards along one dim are not in the order of the ranks; much of torch cannot read them. Dim 1 of experts
+    is what files have in two tensors, of which parts could not be read.
     """
     is_cut = isinstance(parameter, DTensor) and any(placement.is_shard(0) for placement in parameter.placements)
-    return Shard(1) if is_cut else None
+    return Shard(parameter.dim() - 1) if is_cut else None
 
 
-class _PerHead(ParallelStyle):
-    """A norm over each head: its weights are whole, and each rank's gradients are a part of their sum."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for submodule in module.modules():
-            for name, parameter in list(submodule._parameters.items()):
-                if parameter is not None:
-                    whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
-                    submodule.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            own = inputs[0]
-            # The dim before the last is one of heads or positions; which does not matter to a norm over the last.
-            return DTensor.from_local(own, device_mesh, [Shard(own.dim() - 2)], run_check=False), *inputs[1:]
-
-        def after(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return output.to_local()
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-        return module
-
-
-# How a submodule is cut: the words of Hugging Face's tables.
-COLWISE, ROWWISE, PER_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_STYLES: dict[str, Any] = {
-    COLWISE: lambda: ColwiseParallel(),
-    ROWWISE: lambda: RowwiseParallel(),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # its name in earlier versions
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    PER_HEAD: lambda: _PerHead(),
+# Tables of models that have none of their own, by `config.model_type`, from the model's base on.
+_KNOWN_TABLES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "h.*.attn.c_attn": CONV1D_PACKED,
+        "h.*.attn.c_proj": CONV1D_ROWWISE,
+        "h.*.crossattention.q_attn": CONV1D_COLWISE,
+        "h.*.crossattention.c_attn": CONV1D_PACKED,
+        "h.*.crossattention.c_proj": CONV1D_ROWWISE,
+        "h.*.mlp.c_fc": CONV1D_COLWISE,
+        "h.*.mlp.c_proj": CONV1D_ROWWISE,
+    },
+    "t5": {
+        **{
+            f"*.block.*.layer.*.{attention}.{layer}": COLWISE
+            for attention in ("SelfAttention", "EncDecAttention")
+            for layer in ("q", "k", "v", "relative_attention_bias")
+        },
+        "*.block.*.layer.*.SelfAttention.o": ROWWISE,
+        "*.block.*.layer.*.EncDecAttention.o": ROWWISE,
+        "*.block.*.layer.*.DenseReluDense.wi*": COLWISE,
+        "*.block.*.layer.*.DenseReluDense.wo": ROWWISE,
+    },
 }
-# The dim of a layer's weight that is cut.
-_CUT_DIM = {COLWISE: 0, ROWWISE: 1, "colwise_gather_output": 0, "colwise_rep": 0, "embedding_rowwise": 0}
+_KNOWN_TABLES["mt5"] = _KNOWN_TABLES["t5"]
 
 _QUERY = {"q", "wq", "q_proj", "query", "to_q", "q_lin", "query_proj", "q_linear"}
 _KEY = {"k", "wk", "k_proj", "key", "to_k", "k_lin", "key_proj", "k_linear"}
@@ -99,7 +95,7 @@ class TensorCut:
     """How the layers of a module are cut over `size` ranks."""
 
     size: int
-    source: str  # who says so: "the model's own table", "recognised", "tp_plan"
+    source: str  # who says so: "the model's own table", "the table for gpt2", "recognised", "tp_plan"
     styles: dict[str, str] = field(default_factory=dict)  # how a submodule is cut, by its name
     # Attributes of submodules that count heads, and what they are on one rank: name -> {"num_heads": 4}.
     heads: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -127,18 +123,21 @@ def find_cut(module: nn.Module, size: int, table: Mapping[str, str] | None = Non
         if not cut.styles:
             raise PlacementError(f"no submodule has a name of tp_plan ({', '.join(table)})")
     elif owners := list(_modules_with_table(module, "")):
-        cut = TensorCut(size, "the model's own table")
-        for prefix, owner, own_table in owners:
+        cut = TensorCut(size, owners[0][3])
+        for prefix, owner, own_table, _ in owners:
             _check_config_heads(getattr(owner, "config", None), size)
             _apply_table(owner, prefix, own_table, cut, tied)
     else:
         cut = TensorCut(size, "recognised")
         _recognise(module, "", cut, tied)
-    if table is not None:  # the table's owner says what is cut; heads are counted all the same
+    if table is not None or cut.source.startswith(_TABLE_FOR):  # heads are counted all the same
         for name, attention in module.named_modules():
             if (found := _attention_layers(attention)) and all(_join(name, q) in cut.styles for q in found[0]):
                 _cut_heads(name, attention, found[0], cut)
-                cut.checked.append(name)
+                if table is not None:
+                    cut.checked.append(name)
+    for name, style in cut.styles.items():
+        _count_parts(module, name, style, cut)
     if not cut.styles:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(cut.whole.items())[:3])
         raise PlacementError(
@@ -147,7 +146,7 @@ def find_cut(module: nn.Module, size: int, table: Mapping[str, str] | None = Non
             'meshbook.Plan(tp=…, tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})'
         )
     for name, style in cut.styles.items():
-        if style in _CUT_DIM:
+        if style != EXPERTS:
             _check_width(name, module.get_submodule(name), style, size)
     _keep_one_of_each_kind(module, cut)
     return cut
@@ -165,13 +164,19 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     return {name.rpartition(".")[0]: shared[0] for shared in names.values() if len(shared) > 1 for name in shared}
 
 
-def _modules_with_table(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
-    """Yield the outermost modules that have a table of their own, as models of Hugging Face do."""
-    own_table = getattr(module, "_tp_plan", None) or getattr(
-        getattr(module, "config", None), "base_model_tp_plan", None
-    )
+_TABLE_FOR = "the table for "
+
+
+def _modules_with_table(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, Mapping[str, str], str]]:
+    """Yield the outermost modules that have a table, of their own or a known one, and whose it is."""
+    config = getattr(module, "config", None)
+    own_table = getattr(module, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None)
     if isinstance(own_table, Mapping) and own_table:
-        yield prefix, module, own_table
+        yield prefix, module, own_table, "the model's own table"
+        return
+    kind = getattr(config, "model_type", None)
+    if kind in _KNOWN_TABLES and getattr(module, "base_model", None) is module:
+        yield prefix, module, _KNOWN_TABLES[kind], f"{_TABLE_FOR}{kind}"
         return
     for name, child in module.named_children():
         yield from _modules_with_table(child, _join(prefix, name))
@@ -185,17 +190,49 @@ def _apply_table(
         if style is None:
             continue
         full_name = _join(prefix, name)
-        if style not in _STYLES:
+        if style not in STYLES:
             raise PlacementError(
-                f'{full_name}: {cut.source} has "{style}" for it; known: {", ".join(_STYLES)}. Give the layers that '
-                "are to be cut: meshbook.Plan(tp=…, tp_plan={…})"
+                f'{full_name}: {cut.source} has "{style}" for it; known: {", ".join(STYLES)}. {_GIVE_LAYERS}'
             )
+        kinds = STYLES[style].kinds
         if full_name in tied:
             cut.whole[full_name] = f"its parameter is also {tied[full_name]}, which is whole"
-        elif style in _CUT_DIM and not isinstance(submodule, (nn.Linear, nn.Embedding)):
-            cut.whole[full_name] = f"a {type(submodule).__name__}, of which only Linear and Embedding can be cut"
+        elif kinds and not any(kind.__name__ in kinds for kind in type(submodule).mro()):
+            cut.whole[full_name] = f"a {type(submodule).__name__}, and {style} is for {' and '.join(kinds)}"
+        elif style == EXPERTS and not cuts_experts(submodule):
+            raise PlacementError(
+                f"{full_name}: the experts of a {type(submodule).__name__} are not known: its parameters or its "
+                f"forward have another form than those of Mixtral. {_GIVE_LAYERS}"
+            )
         else:
             cut.styles[full_name] = style
+    for name, _ in module.named_parameters():
+        style = next((style for pattern, style in table.items() if _matches(name, pattern)), None)
+        if style is not None and cut.styles.get(_join(prefix, name.rpartition(".")[0])) != EXPERTS:
+            raise PlacementError(
+                f'{_join(prefix, name)}: {cut.source} has "{style}" for it, and parameters that are no layer\'s are '
+                f"not cut. {_GIVE_LAYERS}"
+            )
+
+
+_GIVE_LAYERS = "Give the layers that are to be cut: meshbook.Plan(tp=…, tp_plan={…})"
+
+
+def _count_parts(module: nn.Module, name: str, style: str, cut: TensorCut) -> None:
+    """Note the attributes of a layer that say how wide it is, or how many experts it has, and what they become."""
+    layer: Any = module.get_submodule(name)
+    if style == EXPERTS:
+        _check_even(layer.num_experts, f"experts of {name}", cut.size)
+        cut.heads[name] = {"num_experts": layer.num_experts // cut.size}
+    elif style in (CONV1D_COLWISE, CONV1D_PACKED):
+        cut.heads[name] = {"nf": layer.nf // cut.size}
+        if style == CONV1D_PACKED:
+            owner_name = name.rpartition(".")[0]
+            owner: Any = module.get_submodule(owner_name)
+            cut.heads[owner_name] = {
+                "split_size": owner.split_size // cut.size,
+                "num_heads": owner.num_heads // cut.size,
+            }
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -219,7 +256,10 @@ def _check_even(count: int, what: str, size: int) -> None:
 
 
 def _check_width(name: str, layer: nn.Module, style: str, size: int) -> None:
-    width = layer.weight.shape[_CUT_DIM[style]]  # type: ignore[index]
+    dim = STYLES[style].dims[0]
+    width = 0 if dim is None else layer.weight.shape[dim]  # type: ignore[index]
+    if isinstance(layer, nn.Embedding) and style == COLWISE:
+        width = layer.embedding_dim
     if width % size and style != "embedding_rowwise":
         raise PlacementError(
             f"{name}: {style} cuts its width of {width} over tp={size}: "
@@ -432,7 +472,8 @@ def apply_cut(module: nn.Module, cut: TensorCut, mesh: DeviceMesh, *, whole_bias
     for name, style_name in cut.styles.items():
         layer = module.get_submodule(name)
         bias = layer.bias if isinstance(layer, nn.Linear) else None
-        parallelize_module(layer, mesh, _STYLES[style_name](), src_data_rank=None)
+        style = STYLES[style_name].make(module.get_submodule(name.rpartition(".")[0]))
+        parallelize_module(layer, mesh, style, src_data_rank=None)
         if bias is not None and whole_biases:
             whole = DTensor.from_local(bias.detach(), mesh, [Replicate()], run_check=False)
             layer.register_parameter("bias", nn.Parameter(whole, requires_grad=bias.requires_grad))
