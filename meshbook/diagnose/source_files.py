@@ -17,6 +17,8 @@ _CELL_FILE: Final = re.compile(r"^<ipython-input-|[/\\]ipykernel_\d+[/\\]|[/\\]m
 _CELL_NUMBER: Final = re.compile(r"^<ipython-input-(\d+)-")
 _SITE_PACKAGES: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\](.+)$")
 _STDLIB: Final = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](.+)$")
+# What torch.compile has generated, in a cache folder of any name: cd/ccdhk….py.
+_COMPILED_FILE: Final = re.compile(r"[/\\]([a-z2-7]{2})[/\\]c\1[a-z2-7]{40,}\.py$")
 _MESHBOOK_FOLDER: Final = str(PurePath(__file__).parent.parent)
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
@@ -29,7 +31,7 @@ def library_of(file: str) -> str | None:
     """Return the package of a file: "torch", "threading"; "meshbook" for Meshbook's own; None for the user's code."""
     if _CELL_FILE.search(file):
         return None
-    if file in (REMOTE_OPERATION_FILE, RECORDED_STEP_FILE):
+    if file in (REMOTE_OPERATION_FILE, RECORDED_STEP_FILE) or _COMPILED_FILE.search(file):
         return "torch"
     # namedtuple, dataclass and the like generate code in "<string>". A user's `exec` has it too; its caller is found
     # further out.

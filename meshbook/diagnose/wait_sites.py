@@ -52,6 +52,7 @@ _FILE = WaitSite("waits-for-file", "waits for a file")
 
 # (path suffix, functions); None matches every function of the file.
 WAIT_SITES: Final[tuple[tuple[str, tuple[str, ...] | None, WaitSite], ...]] = (
+    ("torch/_inductor/async_compile.py", ("wait", "_wait_futures"), WaitSite(COMPUTE, "compiles for torch.compile")),
     ("torch/utils/data/dataloader.py", ("_get_data", "_try_get_data", "_shutdown_workers"), _WORKER),
     ("torch/distributed/rendezvous.py", None, _FORMING_GROUP),
     (

@@ -30,6 +30,7 @@ def distribute(
     *,
     strategy: Any = "fsdp",
     precision: str | None = None,
+    compile: bool | str = False,
     axis: str | None = None,
     sample: Any = None,
     memory: int | None = None,
@@ -46,6 +47,7 @@ def distribute(
     sharding_spec: Sequence[Any] | None = None,
     strategy: Any = None,
     precision: str | None = None,
+    compile: bool | str = False,
     axis: str | None = None,
     sample: Any = None,
     memory: int | None = None,
@@ -65,7 +67,8 @@ def distribute(
         sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
         strategy: of a module: "fsdp" (the default), "ddp", "hsdp", "tp", "fsdp+tp", "replicate", a Plan, a
             function of (module, DeviceMesh), or "auto": the fastest plan that fits, for `sample`.
-        precision: of a module: "bf16" computes in bfloat16; parameters and gradients keep their dtype.
+        precision: of a module: "bf16" or "fp16" computes in it; parameters and gradients keep their dtype.
+        compile: of a module: True has the ranks compile its repeated blocks by torch.compile; a str names the backend.
         axis: of a module: the axis that shards batches.
         sample: of a module: a batch as it will be called with (a tuple: its arguments; a dict: those by keyword). What
             plans would cost is then in `model.plan`.
@@ -83,7 +86,7 @@ def distribute(
         UsageError: an argument for tensors was given with a module, or the other way round.
     """
     if isinstance(thing, torch.Tensor):
-        given = (strategy, precision, axis, sample, memory)
+        given = (strategy, precision, compile or None, axis, sample, memory)
         if strategy_options or any(option is not None for option in given):
             raise UsageError(
                 f"{', '.join(strategy_options) or 'strategy, precision and axis'} are for modules; a tensor takes "
@@ -109,6 +112,7 @@ def distribute(
         mesh,
         strategy=strategy or "fsdp",
         precision=precision,
+        compile=compile,
         axis=axis,
         sample=sample,
         memory=memory,

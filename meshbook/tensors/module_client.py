@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +260,11 @@ class ModuleClient:
         descriptions = call_on_ranks(self.engine, modules.module_first, *call_options, *call_args)
         forward_spec = _ForwardSpec(descriptions, self.engine)
         self._note_checked(descriptions[0]["checked"], has_gradients=inputs_with_grad is not None)
+        if reasons := dict.fromkeys(reason for rank in descriptions for reason in rank["uncompiled"]):
+            warnings.warn(
+                f"torch.compile has left parts of this module's blocks as they are: {'; '.join(reasons)}",
+                stacklevel=1,
+            )
         if not forward_spec.uses_rng:
             torch.set_rng_state(rng_state)
         self.mutated_buffers = tuple(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshbook.errors import UsageError
 from meshbook.rank.tensors.cut_styles import STYLES
-from meshbook.rank.tensors.strategies import Plan
+from meshbook.rank.tensors.strategies import PRECISIONS, Plan
 from meshbook.tensors.plan_estimates import Estimate
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -85,7 +85,7 @@ class ModulePlan:
 
     def _reason(self, estimate: Estimate, fastest: float) -> str:
         words = []
-        if estimate.plan == self.strategy:
+        if self.strategy is not None and estimate.plan == replace(self.strategy, compile=False):
             words.append("← chosen")
         if self.free_bytes is not None and not self._fits(estimate):
             name, largest = max(estimate.memory.items(), key=lambda item: item[1])
@@ -159,11 +159,15 @@ class ModulePlan:
                 "    from torch.distributed._composable.checkpoint_activation import checkpoint",
                 *_loop("name", checkpointed, ["checkpoint(model.get_submodule(name))"]),
             ]
-        is_bf16 = plan.precision in ("bf16", "bfloat16")
+        if (backend := plan.compile_backend) is not None:
+            compiled = "model.get_submodule(name)" if self.blocks else "model"
+            line = f"{compiled}.forward = torch.compile({compiled}.forward, backend={backend!r})"
+            lines += _loop("name", self.blocks, [line]) if self.blocks else [f"    {line}"]
+        dtype = PRECISIONS[plan.precision]
         if plan.fsdp is not None:
             axes = plan.batch_axes if len(plan.batch_axes) > 1 else plan.batch_axes[0]
             lines += ["    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
-            policy = "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" if is_bf16 else ""
+            policy = f"param_dtype=torch.{dtype}, reduce_dtype=torch.float32" if dtype else ""
             lines += [f"    options = {{'mesh': mesh[{axes!r}], 'mp_policy': MixedPrecisionPolicy({policy})}}"]
             lines += _loop("name", self.blocks, ["fully_shard(model.get_submodule(name), **options)"])
             lines += ["    fully_shard(model, **options)"]
@@ -172,8 +176,8 @@ class ModulePlan:
                 "    from torch.nn.parallel import DistributedDataParallel",
                 f"    model = DistributedDataParallel(model, process_group=mesh.get_group({plan.ddp!r}))",
             ]
-        if is_bf16 and plan.fsdp is None:
-            lines += [f"    # compute under torch.autocast({self.device!r}, dtype=torch.bfloat16)"]
+        if dtype and plan.fsdp is None:
+            lines += [f"    # compute under torch.autocast({self.device!r}, dtype=torch.{dtype})"]
         return "\n".join([*lines, "    return model", ""])
 
     def _has_own_styles(self) -> bool:

@@ -128,6 +128,7 @@ def distribute_module(
     *,
     strategy: Any = "fsdp",
     precision: str | None = None,
+    compile: bool | str = False,
     axis: str | None = None,
     sample: Any = None,
     memory: int | None = None,
@@ -139,7 +140,8 @@ def distribute_module(
         source: a function that makes it (called on the ranks; nothing of it is made here), with the random numbers that
             torch's generator here would have given; or a module, whose values are retained.
         strategy: a name of `strategies.NAMES`, a Plan, or a function of (module, DeviceMesh), called on every rank.
-        precision: "bf16" computes in bfloat16, with parameters and gradients unchanged; None: as the parameters are.
+        precision: "bf16" or "fp16" computes in it, parameters and gradients keep their dtype; None: as parameters are.
+        compile: whether blocks are compiled, or the backend that compiles them.
         axis: the axis that shards batches (dim 0); required where the mesh has several and none is called "dp".
         sample: what the module is called with; plans are compared for it.
         memory: bytes that a rank may use; None: what is free.
@@ -167,14 +169,20 @@ def distribute_module(
     if strategy == "auto":
         compared = planning.compare_plans(source, mesh, engine, sample, precision, None, memory)
         model: RemoteModule = planning.choose_and_build(
-            compared, mesh, sample, lambda plan: _build(source, mesh, engine, plan, precision, None, {})
+            compared,
+            mesh,
+            sample,
+            lambda plan: _build(source, mesh, engine, dataclasses.replace(plan, compile=compile), precision, None, {}),
         )
     else:
         given = strategy if isinstance(strategy, Plan) else None
         if given is not None:
-            given = dataclasses.replace(given, precision=precision)
+            given = dataclasses.replace(given, precision=precision, compile=compile or given.compile)
+        elif compile:
+            raise UsageError("compile= is for plans; compile in the factory, or in your strategy: module.compile()")
         if sample is not None:
-            compared = planning.compare_plans(source, mesh, engine, sample, precision, given, memory)
+            uncompiled = None if given is None else dataclasses.replace(given, compile=False)
+            compared = planning.compare_plans(source, mesh, engine, sample, precision, uncompiled, memory)
         model = _build(source, mesh, engine, given or strategy, precision, axis, dict(options or {}))
     if sample is not None:
         model.plan.estimates, model.plan.free_bytes = compared.estimates, compared.free_bytes

@@ -69,7 +69,7 @@ def estimate_plan(
         overlaps: whether gradients travel while backward computes.
     """
     shards = axes[plan.fsdp] if plan.fsdp is not None else 1
-    width = 0.5 if PRECISIONS[plan.precision] == "bfloat16" else 1.0
+    width = 0.5 if PRECISIONS[plan.precision] in ("bfloat16", "float16") else 1.0
     activations, more_flops = _checkpointed(plan, footprint)
     gradients = footprint.trainable_bytes / shards
     working = 0.0

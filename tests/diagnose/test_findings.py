@@ -100,6 +100,19 @@ def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind)
     assert (target or "") in finding.title
 
 
+def test_a_rank_that_compiles_computes_at_the_line_of_the_user():
+    generated = "/tmp/torchinductor_me/cd/ccdhkc3lkfu4vtvhteqmfdxbwj54upttc6vijxk4z6yrvvnuebxm.py"
+    waits = (
+        Frame(generated, 507, "<module>"),
+        Frame(f"{TORCH}/_inductor/async_compile.py", 800, "wait"),
+        Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"),
+    )
+    compiling = running_rank(3, *frames_at(9, *waits), process=LOCKED)
+    finding = only(*THREE_WAIT, compiling)
+    assert reported(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert "Rank 3 compiles for torch.compile at cell 7, line 9" in finding.title
+
+
 def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
     backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
     busy = running_rank(3, *frames_at(9, backward), process=LOCKED)

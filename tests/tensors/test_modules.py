@@ -289,7 +289,8 @@ def test_errors_of_the_module_come_with_the_ranks_traceback(mesh2: Mesh) -> None
     [
         ({"strategy": "auto"}, UsageError, "compares plans for sample="),
         ({"strategy": "zero9"}, UsageError, "there is no strategy 'zero9'; known: \"fsdp\""),
-        ({"precision": "fp16"}, UsageError, "there is no precision 'fp16'"),
+        ({"precision": "fp8"}, UsageError, "there is no precision 'fp8'"),
+        ({"strategy": "replicate", "compile": True}, UsageError, "compile= is for plans"),
         ({"placements": [Shard(0)]}, UsageError, "placements and sharding_spec are for tensors"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -78,6 +79,71 @@ def test_a_plan_computes_in_its_precision(mesh22: Mesh) -> None:
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     with pytest.raises(UsageError, match="say it once"):
         meshbook.distribute(models.Llama, mesh22, strategy=Plan(fsdp="dp", precision="bf16"), precision="fp32")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Plan(fsdp="dp", ac="every block"),
+        *(pytest.param(Plan(**{way: "dp"}), marks=pytest.mark.thorough) for way in ("ddp", "tp")),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_give_the_same_numbers(mesh2: Mesh, strategy: Plan) -> None:
+    model = compare(mesh2, models.Llama, dataclasses.replace(strategy, compile="aot_eager"))
+    assert "compiled" in model.plan
+    assert "torch.compile" in model.plan.code()
+
+
+class Branching(models.MLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
+
+
+def test_what_torch_leaves_uncompiled_is_told_with_its_line(mesh2: Mesh) -> None:
+    model = meshbook.distribute(
+        lambda: nn.Sequential(Branching(16), Branching(16)), mesh2, strategy="fsdp", compile="aot_eager"
+    )
+    with pytest.warns(UserWarning, match=r"has left parts .*: Data-dependent branching.* \(test_strategies\.py:\d+\)"):
+        model(torch.ones(4, 3, 16))
+    with pytest.raises(CellError, match=r"torch\.compile has no backend 'unknown'; known: .*inductor"):
+        meshbook.distribute(models.Llama, mesh2, strategy="fsdp", compile="unknown")
+
+
+def trained_with_scaler(model: Any) -> list[tuple[float, float]]:
+    """Train in float16, with one step whose gradients overflow; return losses and scales."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 1, generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=2)
+    found = []
+    for factor in (1.0, 1000.0, 1.0, 1.0, 1.0):
+        optimizer.zero_grad()
+        loss = ((model(x).float() - y) ** 2).mean() * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((float(loss.detach()), scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("ddp", "tp"))]
+)
+def test_float16_with_a_scaler_skips_and_scales_as_one_process_does(mesh2: Mesh, strategy: str) -> None:
+    def factory() -> nn.Module:
+        torch.manual_seed(3)  # which every strategy heeds
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    alone = factory()
+    alone.forward = torch.autocast("cpu", torch.float16)(alone.forward)
+    expected = trained_with_scaler(alone)
+    found = trained_with_scaler(meshbook.distribute(factory, mesh2, strategy=strategy, axis="dp", precision="fp16"))
+    assert [scale for _, scale in found] == [scale for _, scale in expected]
+    assert expected[0][1] > expected[1][1]  # an overflow
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=5e-3)
 
 
 class Normed(nn.Module):
@@ -245,7 +311,7 @@ def test_a_name_is_a_plan(name: str, axes: dict[str, int], axis: str | None, pla
         (lambda: Plan(ddp="dp", tp="tp"), r"Plan\(fsdp='dp', tp='tp'\)"),
         (lambda: Plan(ddp="dp", ac="some blocks"), "there is no ac='some blocks'"),
         (lambda: Plan(ddp="dp", ac="every 0th block"), "would be no block"),
-        (lambda: Plan(ddp="dp", precision="fp16"), "there is no precision 'fp16'"),
+        (lambda: Plan(ddp="dp", precision="fp8"), "there is no precision 'fp8'"),
         (lambda: Plan(ddp="dp", tp_plan={}), "does not say over which axis"),
         (lambda: Plan(fsdp="dp").check_axes({"rank": 4}), "this mesh has no axis 'dp'; it has rank=4"),
         (lambda: Plan(fsdp="b", tp="a").check_axes({"a": 2, "b": 2}), "start it with the axes b, a"),

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.tensors import feeding
+from meshbook.rank.tensors.compiled_blocks import compile_blocks
 from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
 from meshbook.rank.tensors.pretrained import Pretrained, forward_without_cache
 from meshbook.rank.tensors.strategies import NAMES, Plan
@@ -202,6 +203,8 @@ def apply_strategy(
         for block in blocks[interval - 1 :: interval]:
             checkpoint(block)
         forward_without_cache(module)
+    if (backend := strategy.compile_backend) is not None:
+        compile_blocks(find_blocks(module) or [module], backend)
     if strategy.fsdp is not None:
         axes = strategy.batch_axes
         return _apply_fsdp(module, mesh[axes if len(axes) > 1 else axes[0]], dtype, device, options), cut, checks
@@ -315,15 +318,21 @@ def _is_in_reset_parameters() -> bool:
     return False
 
 
+_NO_SEED = 0x6D65_7368  # that no factory is likely to set
+
+
 def _build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return the factory's module on the meta device, if its submodules can reproduce its initial values; else None."""
     observer = _FillObserver()  # type: ignore[no-untyped-call]
+    torch.default_generator.manual_seed(_NO_SEED)
     try:
         with torch.device("meta"), observer:
             module = factory()
     except Exception:  # it needs values while it is built; a complete build either works or raises its own error
         return None
     if not isinstance(module, nn.Module) or not all(tensor.is_meta for tensor in module.parameters()):
+        return None
+    if torch.initial_seed() != _NO_SEED:  # it seeds the generator itself
         return None
     if callable(getattr(module, "init_weights", None)):  # torchtitan's convention: fills everything
         return module

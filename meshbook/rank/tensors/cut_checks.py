@@ -161,6 +161,7 @@ def run_with_first_call(checks: Sequence[CutCheck]) -> Iterator[list[str]]:
     """Run each check with what its module is first called with, while this lasts; yield the names of those that ran."""
     ran: list[str] = []
     hooks = []
+    compiled = torch.compiler.set_stance("force_eager") if checks else contextlib.nullcontext()
     for check in checks:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], check: CutCheck = check) -> None:
@@ -170,7 +171,8 @@ def run_with_first_call(checks: Sequence[CutCheck]) -> Iterator[list[str]]:
 
         hooks.append(check.module.register_forward_pre_hook(before, with_kwargs=True))
     try:
-        yield ran
+        with compiled:
+            yield ran
     finally:
         for hook in hooks:
             hook.remove()

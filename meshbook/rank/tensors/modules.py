@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building, dtensor_patches, pretrained
 from meshbook.rank.tensors import modes as torch_modes
+from meshbook.rank.tensors.compiled_blocks import graph_breaks
 from meshbook.rank.tensors.cut_checks import run_with_first_call
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
@@ -115,14 +116,20 @@ def module_first(
 
     Returns:
         As plain data: which tensors it returns, whether it draws random numbers, which buffers it changes, which of
-        `unchecked` were compared.
+        `unchecked` were compared, and why torch has left parts of it uncompiled.
     """
     resident = find_resident(key)
     checks = [check for check in resident.checks if check.name in unchecked]
+    watch_compiler: Any = graph_breaks if resident.is_compiled else contextlib.nullcontext
     if trainable_indices is not None:
         resident.set_trainable(trainable_indices)
     before = resident.clone_buffers()
-    with torch.no_grad(), torch_modes.apply_modes(modes), run_with_first_call(checks) as checked:
+    with (
+        torch.no_grad(),
+        torch_modes.apply_modes(modes),
+        watch_compiler() as uncompiled,
+        run_with_first_call(checks) as checked,
+    ):
         tensors, description = _forward(
             key, training, autocast_dtype, inputs_with_grad, mutated_buffers, seed, args, kwargs, is_first=True
         )
@@ -141,6 +148,7 @@ def module_first(
         "tensors": [tensor_meta(tensor) for tensor in outputs],
         "changed": changed,
         "checked": checked,
+        "uncompiled": uncompiled or [],
     }
 
 

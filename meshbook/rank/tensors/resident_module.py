@@ -22,6 +22,7 @@ from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_ste
 from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
+from meshbook.rank.tensors.strategies import Plan
 
 
 class ResidentModule:
@@ -45,6 +46,7 @@ class ResidentModule:
             building.runs_locally(module, strategy, mesh),
             building.averages_gradients(module),
         )
+        self.is_compiled = isinstance(strategy, Plan) and strategy.compile_backend is not None
         # FSDP2 casts by itself, where it gathers.
         self.autocast_dtype = dtype if not isinstance(module, FSDPModule) else None
         named = list(building.named_tensors(module))

@@ -21,7 +21,10 @@ NAMES = {
     "replicate": "whole parameters on every rank as DTensors; operations follow the placements of what comes in",
 }
 
-PRECISIONS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
+PRECISIONS = {
+    None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16",
+}  # fmt: skip
 
 _EVERY = re.compile(r"every (?:(\d+)(?:st|nd|rd|th) )?block")
 
@@ -40,7 +43,8 @@ class Plan:
         fsdp: axis over which parameters, gradients and optimizer state are sharded (FSDP2).
         tp: axis over which layers are cut.
         ac: activation checkpointing, "every block" or "every 2nd block": their forward runs again in backward.
-        precision: "bf16" computes in bfloat16; parameters and gradients keep their dtype.
+        precision: "bf16" or "fp16" computes in it; parameters and gradients keep their dtype.
+        compile: True compiles each repeated block by torch.compile (the module, if there are none); or its backend.
         tp_plan: how layers are cut, instead of the model's own table or what is recognised: names of submodules, with
             `*` for a part of one, and "colwise", "rowwise", "colwise_gather_output" or "embedding_rowwise", as in a
             Hugging Face model's `_tp_plan`.
@@ -54,6 +58,7 @@ class Plan:
     tp: str | None = None
     ac: str | None = None
     precision: str | None = None
+    compile: bool | str = False
     tp_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -80,12 +85,17 @@ class Plan:
 
     def __str__(self) -> str:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return f"Plan({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in given.items() if value not in (None, False))})"
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which batches are cut."""
         return tuple(axis for axis in (self.ddp, self.fsdp) if axis is not None)
+
+    @property
+    def compile_backend(self) -> str | None:
+        """The backend of torch.compile; None: nothing is compiled."""
+        return self.compile if isinstance(self.compile, str) else "inductor" if self.compile else None
 
     @property
     def checkpoint_interval(self) -> int | None:
@@ -118,7 +128,7 @@ class Plan:
             parts.append(f"{data} over {' x '.join(f'{axis}={axes[axis]}' for axis in self.batch_axes)}")
         if self.tp is not None:
             parts.append(f"tp over {self.tp}={axes[self.tp]}")
-        return ", ".join([*parts, *([f"ac {self.ac}"] if self.ac else [])])
+        return ", ".join([*parts, *([f"ac {self.ac}"] if self.ac else []), *(["compiled"] if self.compile else [])])
 
 
 def plan_named(name: str, axes: Mapping[str, int], axis: str | None) -> Plan:
@@ -167,4 +177,4 @@ def batch_axis(axes: Mapping[str, Any]) -> str:
 
 
 def precision_error(precision: Any) -> str:
-    return f"there is no precision {precision!r}; known: bf16, fp32 (fp16 would need its gradients scaled)"
+    return f"there is no precision {precision!r}; known: bf16, fp32, and fp16 (with torch.amp.GradScaler)"

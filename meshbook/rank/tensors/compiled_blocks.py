@@ -1,0 +1,48 @@
+"""`compile=`: the repeated blocks of a module are compiled by torch, and what torch left uncompiled in them is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshbook.errors import UsageError
+
+
+def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
+    """Compile the forward of each block. Hooks, such as those by which FSDP2 gathers parameters, stay outside of it.
+
+    Raises:
+        UsageError: torch has no such backend.
+    """
+    from torch import _dynamo  # takes seconds to import
+
+    known = _dynamo.list_backends(exclude_tags=("debug",))
+    if backend not in _dynamo.list_backends(exclude_tags=()):
+        raise UsageError(f"torch.compile has no backend {backend!r}; known: {', '.join(known)}")
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+@contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Context at whose end the list has why torch could not compile something meanwhile, and where."""
+    from torch._dynamo.utils import counters
+
+    kinds = ("graph_break", "unimplemented")  # earlier versions of torch, and later ones
+    before = {kind: counters[kind].copy() for kind in kinds}
+    reasons: list[str] = []
+    yield reasons
+    for kind in kinds:
+        reasons += [_in_a_line(reason) for reason in counters[kind] - before[kind]]
+
+
+def _in_a_line(reason: str) -> str:
+    """Return why torch could not compile something, and where: `Data-dependent branching (model.py:8)`."""
+    what = reason.strip().partition("\n")[0].rstrip(".")
+    where = re.search(r'File "([^"]+)", line (\d+)', reason)
+    return what if where is None else f"{what} ({os.path.basename(where[1])}:{where[2]})"
