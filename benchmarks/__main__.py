@@ -22,7 +22,8 @@ from benchmarks.report import verdict
 # Cheapest first.
 SUITE = (
     "pure", "round_trip", "startup", "stacks", "cell_round_trip", "stop", "heal", "bulk", "groups", "checkpoints",
-    "probes", "sentinel", "elastic", "recording", "resilient", "actors", "tensors", "training", "feed", "scale",
+    "probes", "sentinel", "elastic", "recording", "resilient", "actors", "tensors", "training",
+    "strategies", "feed", "scale",
 )  # fmt: skip
 ON_GPUS = ("gpu",)
 

@@ -203,7 +203,7 @@ class BatchSender:
         )
         self.is_closed_for_good = True
 
-    def fail_once(self, error: RankLost) -> None:
+    def fail_once(self, error: MeshbookError) -> None:
         """Raise this error once, where the user can see it, unless another one stands."""
         if self.error is None:
             self.error = self._error_once = error
@@ -396,6 +396,8 @@ class BatchSender:
         if isinstance(error, RankLost):
             self.fail(render_error(error))
             self.lost.append(batch)
+        elif error is not None and not isinstance(error, CellInterrupted):
+            self.fail_once(render_error(error))  # of Meshbook, not of an operation: those are faults of their tensors
         if error is not None:  # interrupted, perhaps before it began: send its templates and frees again
             self._queue.restore(batch.templates, batch.freed)
         if any(part.outcome.groups_broken for part in finished.outcomes):

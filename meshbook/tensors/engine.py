@@ -27,7 +27,7 @@ from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.console import Console
 from meshbook.controller.session import Session
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import CellInterrupted, MeshbookError, OperationFailed, RankLost
+from meshbook.errors import CellError, CellInterrupted, MeshbookError, RankLost
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.modes import Modes
@@ -300,7 +300,7 @@ class TensorEngine:
             raise render_error(error)
         # Recorded: the call site of a fault, and whether ranks are out of step, in this batch or one before it.
         self.sender.in_flight.wait_until_recorded(command.call)
-        if isinstance(self.sender.error, OperationFailed):
+        if isinstance(self.sender.error, CellError):
             self.sender.raise_error()
         answers: dict[int, dict[str, Any]] = {}
         reports: list[tuple[int, dict[str, Any]]] = []

@@ -8,7 +8,6 @@ placements of the results, and raises errors about shapes or placements here, at
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from meshbook.tensors.meta_run import MetaRun, MetaRunner, run_on_plain_tensors,
 from meshbook.tensors.schemas import expand_reduction_dims, functional_variant, has_tag, makes_views, mutated_inputs
 from meshbook.tensors.shards import actual_strides
 from meshbook.tensors.specs import SpecTable, Template, TensorSpec
+from meshbook.wire.pickler import dump_message
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ class Planner:
             returns=returns,
             mutates=mutates,
             overwrites=overwrites,
-            body=pickle.dumps(message, 5),
+            body=dump_message(message),
             name=message.function,
         )
 
@@ -245,7 +245,7 @@ class Planner:
             is_view=is_view,
             shares_storage=shares,
             overwrites=message.overwrites,
-            body=pickle.dumps(message, 5),
+            body=dump_message(message),
             name=message.function,
         )
 

@@ -21,6 +21,7 @@ from meshbook.rank.tensors.replay import RecordedOp, RecordedStep
 from meshbook.tensors.call_sites import CallSite, innermost_frame
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.specs import TensorSpec
+from meshbook.wire.pickler import dump_message
 
 # Traces that one function may have on a mesh, for different shapes and branches; the least recently used is evicted.
 _MAX_VARIANTS = 16
@@ -226,7 +227,7 @@ class StepTrace:
             args=(
                 MESH,
                 torch.device("cpu"),
-                pickle.dumps(recorded, 5),
+                dump_message(recorded),
                 self._key,
                 *[TENSOR] * len(self._inputs),
                 *[FLOAT] * (2 + slot),  # see `replay`
@@ -239,7 +240,7 @@ class StepTrace:
             seeded=False,
         )
         self.recording = message.number
-        engine.queue.add_template(pickle.dumps(message, 5))
+        engine.queue.add_template(dump_message(message))
         finalizer = self._finalizer = weakref.finalize(
             self, _evict_recording, weakref.ref(engine), self._key, message.number
         )

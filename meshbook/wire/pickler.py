@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import cloudpickle
 
 from meshbook.wire.unpickler import (
     builtin_base,
+    constant_of_torch,
     exception_of,
     resolve_unknown,
     same,
@@ -93,6 +95,7 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         self._tensor_type: Any = getattr(self._torch, "Tensor", None) or ()
         self._storage_type: Any = getattr(self._torch, "UntypedStorage", None) or ()
         self._typed_storage_type: Any = getattr(self._torch, "TypedStorage", None) or ()
+        self._constant_types = constant_types(self._torch)
         self._array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
         self.tensors = _TensorTableWriter()
 
@@ -113,6 +116,8 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
                 raise LimitExceeded
             if not obj.flags.forc:  # numpy would write it into the pickle itself
                 return obj.copy().__reduce_ex__(5)
+        if type(obj) in self._constant_types:
+            return reduce_constant(obj)
         if issubclass(type(obj), BaseException):
             return _reduce_exception(obj)
         return super().reducer_override(obj)
@@ -143,6 +148,31 @@ class PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         if attributes:
             return tensor_of_table, (index,), dict(attributes), None, None, set_attributes
         return tensor_of_table, (index,)
+
+
+def constant_types(torch: Any) -> tuple[type, ...]:
+    """Return the types of torch's constants, such as `torch.float32`; none if torch is not imported.
+
+    Their own reduction names any module that has them under that name. This may be a script's, which ranks do not have:
+    multiprocessing gives `__main__` another name, and pickle looks in all modules in the order of their import.
+    """
+    return () if torch is None else (torch.dtype, torch.memory_format, torch.layout)
+
+
+def reduce_constant(constant: Any) -> Any:
+    return constant_of_torch, (str(constant).removeprefix("torch."),)
+
+
+class _MessagePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return reduce_constant(obj) if type(obj) in constant_types(sys.modules.get("torch")) else NotImplemented
+
+
+def dump_message(message: Any) -> bytes:
+    """Pickle a message of Meshbook's own that has constants of torch in it, for ranks."""
+    stream = io.BytesIO()
+    _MessagePickler(stream, protocol=5).dump(message)
+    return stream.getvalue()
 
 
 def _reduce_exception(error: BaseException) -> Any:

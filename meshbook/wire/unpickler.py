@@ -193,6 +193,13 @@ def builtin_base(Class: type) -> type:
     return Class
 
 
+def constant_of_torch(name: str) -> Any:
+    """Return `torch.float32` or `torch.preserve_format` by its name."""
+    import torch
+
+    return getattr(torch, name)
+
+
 def same(obj: object) -> object:
     return obj
 

@@ -8,8 +8,9 @@ from torch.distributed.tensor import Shard
 
 import meshbook
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import OperationFailed
+from meshbook.errors import CellError, OperationFailed
 from meshbook.mesh_axes import MeshAxes
+from meshbook.tensors.creation import engine_of
 from meshbook.tensors.faults import describe_collective_mismatch
 
 GRID = MeshAxes.of({"dp": 2, "tp": 2})
@@ -65,3 +66,13 @@ def test_an_operation_that_only_some_ranks_take_part_in_is_told_and_nothing_is_c
         for _ in range(2):  # neither this value nor one of any later operation is to be had
             with pytest.raises(OperationFailed, match="of the collectives along dp, rank 0 1, rank 1 0"):
                 (own + 1).local(1)
+
+
+@pytest.mark.usefixtures("starts_meshes")
+def test_a_batch_that_ranks_cannot_read_is_an_error_with_its_reason_and_no_stop() -> None:
+    with create_mesh({"dp": 2}) as mesh:
+        x = meshbook.distribute(torch.arange(4.0), mesh, [Shard(0)])
+        engine_of(mesh).queue.add_template(b"no pickle")
+        y = x + 1
+        with pytest.raises(CellError, match="UnpicklingError"):
+            y.full_tensor()

@@ -89,6 +89,10 @@ FAMILIES = {
     "Phi-3": family("Phi3Config", "Phi3ForCausalLM", text_batch, **GROUPED, attention_dropout=0.0),
     "Gemma2": family("Gemma2Config", "Gemma2ForCausalLM", text_batch, **GROUPED, head_dim=8),
     "GPT-2": family("GPT2Config", "GPT2LMHeadModel", text_batch, **GPT2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+    "OPT": family(
+        "OPTConfig", "OPTForCausalLM", text_batch, vocab_size=96, hidden_size=32, ffn_dim=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, pad_token_id=0,
+    ),
     "BERT": family("BertConfig", "BertForSequenceClassification", class_batch, **SIZES, **NO_DROPOUT),
     "Nomic BERT": family("NomicBertConfig", "NomicBertForSequenceClassification", class_batch, **SIZES, **NO_DROPOUT),
     "ViT": family(
@@ -101,7 +105,7 @@ FAMILIES = {
         num_heads=4, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
     ),
 }  # fmt: skip
-WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "DeepSeek V2", "Gemma2", "Phi-3", "GPT-2", "T5")
+WRITERS = ("Llama", "Llama, tied", "Qwen3", "Mixtral", "DeepSeek V2", "Gemma2", "Phi-3", "GPT-2", "OPT", "T5")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -171,7 +175,7 @@ def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
     model = meshbook.distribute(save(plain, tmp_path / "here"), mesh2, strategy=strategy, **axis)
     assert not model.training  # as from_pretrained gives it
     if name in WRITERS:
-        for options in ({"do_sample": False}, {"do_sample": True}):
+        for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 2}):
             torch.manual_seed(5)
             expected = plain.generate(IDS[:2], attention_mask=MASK[:2], max_new_tokens=5, **options)
             numbers = torch.rand(2)

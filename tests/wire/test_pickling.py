@@ -21,6 +21,7 @@ import torch
 from meshbook.errors import TransferError
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.messages import InlineBuffer, Payload, SharedBuffer
+from meshbook.wire.pickler import dump_message
 from meshbook.wire.pickling import INLINE_THRESHOLD, STREAM_THRESHOLD, dump, dump_small, load
 from tests.wire.other_process import OtherProcess
 
@@ -705,6 +706,19 @@ def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
 def _first_pickle(stream: bytes) -> tuple[Any, bytes]:
     length = len(pickle.dumps(pickle.loads(stream), 5))
     return pickle.loads(stream), stream[length:]
+
+
+@pytest.mark.parametrize("constant", [torch.preserve_format, torch.float32, torch.strided], ids=str)
+def test_constants_of_torch_are_torchs_whichever_module_was_imported_first(
+    constant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = types.ModuleType("script_of_the_user")  # as __mp_main__ is, once multiprocessing was imported
+    vars(script).update(torch=torch, float32=torch.float32)
+    monkeypatch.setattr(sys, "modules", {"script_of_the_user": script, **sys.modules})
+    for pickled in (dump_message({"constant": constant}), dump({"constant": constant}, pool=None).pickled):
+        assert b"script_of_the_user" not in pickled
+    assert pickle.loads(dump_message([constant])) == [constant]
+    assert load(dump([constant], pool=None)) == [constant]
 
 
 def test_shared_memory_needs_a_reader(pool: SegmentPool) -> None:

@@ -1,4 +1,4 @@
-"""`compile=`: the repeated blocks of a module are compiled by torch, and what torch left uncompiled in them is reported."""
+"""`compile=`: torch compiles the repeated blocks of a module on the ranks; what it left uncompiled is reported."""
 
 from __future__ import annotations
 

@@ -7,11 +7,16 @@ of transformers).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -209,6 +214,48 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh, placement_of: Calla
         if parameter is not None:
             cut = distribute_tensor(parameter.detach(), mesh, [placement_of(parameter)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+
+
+@contextmanager
+def plain_linears(module: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Iterator[None]:
+    """Context, without gradients, in which Linears that are cut compute with plain tensors.
+
+    Only gradients need DTensors there, and their Python takes longer than the products of one token.
+
+    Args:
+        styles: of the module's layers, by their names.
+    """
+    group = mesh.get_group()
+
+    def columns(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, _local(layer.weight), None if layer.bias is None else _local(layer.bias))
+
+    def rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        result = F.linear(x, _local(layer.weight))
+        dist.all_reduce(result, group=group)
+        return result if layer.bias is None else result + _local(layer.bias)
+
+    forwards = {COLWISE: columns, ROWWISE: rows}
+    hooks_before = []
+    for name, style in styles.items():
+        layer: Any = module.get_submodule(name)
+        has_own_bias = isinstance(bias := getattr(layer, "bias", None), DTensor) and bias.placements == (Replicate(),)
+        # A hook more than torch's style has is the user's, and a whole bias FSDP2's.
+        is_known = len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1 and "forward" not in vars(layer)
+        if style in forwards and type(layer) is nn.Linear and is_known and (style == ROWWISE or not has_own_bias):
+            hooks_before.append((layer, layer._forward_pre_hooks, layer._forward_hooks))
+            layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()
+            vars(layer)["forward"] = partial(forwards[style], layer)
+    try:
+        yield
+    finally:
+        for layer, pre_hooks, hooks in hooks_before:
+            layer._forward_pre_hooks, layer._forward_hooks = pre_hooks, hooks
+            del layer.forward
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def cuts_experts(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from meshbook.rank.tensors import building, dtensor_patches, pretrained
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.compiled_blocks import graph_breaks
 from meshbook.rank.tensors.cut_checks import run_with_first_call
+from meshbook.rank.tensors.cut_styles import plain_linears
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
@@ -169,13 +170,18 @@ def module_generate(
     inputs = _own_inputs(resident, (), args, kwargs)
     if inputs.is_sharded:
         raise ValueError("generate takes whole inputs, not rows that are cut over the ranks: x.full_tensor()")
+    module, checks = building.inner_module(resident.module), [one for one in resident.checks if one.name in unchecked]
+    plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if resident.tp_axis is not None and resident.cut is not None and not resident.is_compiled and not checks:
+        plain = plain_linears(module, resident.cut.styles, resident.mesh[resident.tp_axis])
     with (
         torch_modes.apply_modes(modes),
         resident.clean_up_on_error(),
+        plain,
         _forward_context(resident, resident.autocast_dtype, None, inputs),
-        run_with_first_call([check for check in resident.checks if check.name in unchecked]) as checked,
+        run_with_first_call(checks) as checked,
     ):
-        found = pretrained.generate(building.inner_module(resident.module), rng_state, inputs.args, inputs.kwargs)
+        found = pretrained.generate(module, rng_state, inputs.args, inputs.kwargs)
     return (*found, checked) if torch.distributed.get_rank() == 0 else None
 
 

@@ -47,6 +47,7 @@ class ResidentModule:
             building.averages_gradients(module),
         )
         self.is_compiled = isinstance(strategy, Plan) and strategy.compile_backend is not None
+        self.tp_axis = strategy.tp if isinstance(strategy, Plan) else None
         # FSDP2 casts by itself, where it gathers.
         self.autocast_dtype = dtype if not isinstance(module, FSDPModule) else None
         named = list(building.named_tensors(module))

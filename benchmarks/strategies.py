@@ -1,0 +1,195 @@
+"""`meshbook.distribute(strategy=...)` against what people write instead: an FSDP2 script under torchrun; `generate`.
+
+The script's ranks are processes of torchrun's own beside the mesh's, and both train in turns. What is sent for a step
+in the notebook costs the notebook's process too, which the clock shows where cores are left for it.
+
+    python -m benchmarks.strategies [--quick]
+
+This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET WIDTH LAYERS BATCH LENGTH`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshbook
+from benchmarks import gpt, workbench
+from benchmarks.report import Report
+from benchmarks.training import cost
+from meshbook.controller.starting import create_mesh
+from meshbook.tensors.creation import engine_of
+
+SIZES = ((256, 4, 16, 64, 4), (512, 4, 16, 64, 2))  # width, layers, batch, length; steps that are timed together
+TORCHRUN, LINES, RECORDED = "FSDP2 by torchrun", "distribute(strategy='fsdp')", "the same, recorded"
+CPU_LIMIT, CLOCK_LIMIT = 1.05, 1.10
+
+WRITTEN = 16  # tokens
+GENERATE_LIMIT = 0.5
+ONE_PROCESS = "generate in one process"
+
+
+def measure(quick: bool, folder: Path) -> Report:
+    report = Report("strategies", "a GPT's step by distribute against a script of torchrun's, and generate")
+    torch.set_num_threads(1)
+    for ranks in (2,) if quick else (2, 4):
+        with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
+            for size in SIZES[: 1 if quick else None]:
+                steps(report, mesh, folder, *size, rounds=2 if quick else 9)
+            if ranks == 2:
+                writing(report, mesh, rounds=2 if quick else 7)
+    return report
+
+
+def steps(
+    report: Report,
+    mesh: Any,
+    folder: Path,
+    width: int,
+    layers: int,
+    batch: int,
+    length: int,
+    iters: int,
+    rounds: int,
+) -> None:
+    """A training step of a GPT of one size."""
+    engine, pids = engine_of(mesh), list(mesh.execute(os.getpid).values())
+    given = gpt.remote_data(mesh, batch, length)
+    by_lines = gpt.remote_step(
+        lambda model: meshbook.distribute(model, mesh, strategy="fsdp"), width, layers, length, given
+    )
+    recorded = meshbook.record(
+        gpt.remote_step(lambda model: meshbook.distribute(model, mesh, strategy="fsdp"), width, layers, length, given)
+    )
+
+    def loop(step: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(iters):
+                step()
+            engine.wait()
+
+        for _ in range(4):  # until it is recorded
+            step()
+        return run
+
+    with script(folder, len(pids), width, layers, batch, length) as (train, script_pids):
+        contestants = {
+            TORCHRUN: cost(lambda: train(iters), script_pids, iters),
+            LINES: cost(loop(by_lines), pids, iters),
+            RECORDED: cost(loop(recorded), pids, iters),
+        }
+        found = workbench.take_turns(contestants, rounds, warm_up=2)
+    where = f"d={width} L={layers}, {len(pids)} ranks"
+    for name, samples in found.items():
+        taken, rank_cpu, own_cpu = zip(*samples, strict=True)
+        for what, figures, limit in (("", taken, CLOCK_LIMIT), (", CPU of a rank", rank_cpu, CPU_LIMIT)):
+            row, against = f"{where}: {name}{what}", f"{where}: {TORCHRUN}{what}"
+            report.add(row, figures, "ms", against=None if name == TORCHRUN else against)
+            # With a core for each rank and for the notebook the clock is promised, otherwise it shows who had to wait.
+            if name != TORCHRUN and (what or (os.cpu_count() or 1) > len(pids)):
+                report.promise(f"{row}, against torchrun", report.ratio(row), limit, "x")
+        if name != TORCHRUN:
+            report.add(f"{where}: {name}, CPU of this process", own_cpu, "ms")
+
+
+def writing(report: Report, mesh: Any, rounds: int) -> None:
+    """`generate` of a model of Hugging Face by each strategy."""
+    try:
+        import transformers
+    except ImportError:
+        report.note("transformers is not installed, so generate is not measured: pip install 'meshbook[hf]'")
+        return
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    given = torch.randint(1, 1024, (4, 32))
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(given), "max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN,
+        "do_sample": False,
+    }  # fmt: skip
+
+    def speed_of(model: Any) -> Callable[[], float]:
+        def write() -> float:
+            started = time.perf_counter()
+            model.generate(given, **options)
+            return given.shape[0] * WRITTEN / (time.perf_counter() - started)
+
+        return write
+
+    models = {
+        f"generate, {name}": meshbook.distribute(plain, mesh, strategy=name, axis="dp")
+        for name in ("ddp", "fsdp", "tp")
+    }
+    contestants = {ONE_PROCESS: speed_of(plain), **{name: speed_of(model) for name, model in models.items()}}
+    for name, speeds in workbench.take_turns(contestants, rounds, warm_up=1).items():
+        report.add(name, speeds, "tokens/s", against=None if name == ONE_PROCESS else ONE_PROCESS)
+        if name != ONE_PROCESS:
+            # As a limit from below: what one process writes, over what is written.
+            report.promise(f"{ONE_PROCESS} over {name}", 1 / report.ratio(name), 1 / GENERATE_LIMIT, "x")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The script
+
+
+@contextlib.contextmanager
+def script(folder: Path, ranks: int, *size: int) -> Iterator[tuple[Callable[[int], None], list[int]]]:
+    """The script under torchrun; yields a function that has it do some steps, and the process IDs of its ranks."""
+    address = str(folder / "torchrun.sock")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with Listener(address, "AF_UNIX", backlog=ranks) as listener:
+        process = subprocess.Popen(
+            [*command, "-m", "benchmarks.strategies", address, *map(str, size)],
+            cwd=workbench.ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        connections: list[Connection] = []
+        try:
+            connections += [listener.accept() for _ in range(ranks)]  # type: ignore[misc]
+            pids = [connection.recv() for connection in connections]
+
+            def train(iters: int) -> None:
+                for connection in connections:
+                    connection.send(iters)
+                for connection in connections:
+                    connection.recv()
+
+            yield train, pids
+        finally:
+            for connection in connections:
+                connection.close()  # which ends it
+            process.wait()
+
+
+def serve(address: str, size: list[int]) -> None:
+    """A rank of the script: makes as many steps as it is sent numbers for."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    step = gpt.fsdp_step(mesh, int(os.environ["RANK"]), *size)
+    with Client(address, "AF_UNIX") as connection, contextlib.suppress(EOFError):
+        connection.send(os.getpid())
+        while True:
+            for _ in range(connection.recv()):
+                step()
+            connection.send(None)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        serve(sys.argv[1], [int(argument) for argument in sys.argv[2:]])
+    else:
+        workbench.run_alone(measure, __doc__)
