@@ -32,6 +32,8 @@ SSH_OPTIONS = (
     "-oServerAliveCountMax=3", "-oExitOnForwardFailure=yes", "-oStreamLocalBindUnlink=yes", "-oControlPersist=no",
 )  # fmt: skip
 
+_QUICK_CIPHER = "aes128-gcm@openssh.com"
+
 
 class SshEngine:
     """Hosts on machines that ssh reaches; machine number n of the address is host n."""
@@ -93,6 +95,7 @@ class SshConnection(HostCommand):
     def _start_process(self) -> subprocess.Popen[bytes]:
         # What ~/.ssh/config forwards for people's own sessions may be in use by one of these.
         command = ["ssh", *SSH_OPTIONS, "-oClearAllForwardings=yes", "-oRemoteCommand=none"]
+        command += _cipher_options(self.machine)
         command += ["-M", f"-oControlPath={self._control}"] if self._control is not None else ["-oControlPath=none"]
         command += ["-p", str(self.machine.port)] if self.machine.port is not None else []
         command += ["--", self.machine.destination, _remote_command(self._python, self._module)]
@@ -181,6 +184,27 @@ def _explain(code: int, words: str, by_hand: str, python: str | None) -> str:
     if code == 255:
         return f"cannot be reached{quoted(words)}; try {by_hand}"
     return f"could not start a host: {names['python']} exited with status {code}{quoted(words)}"
+
+
+def _cipher_options(machine: Machine) -> list[str]:
+    """Return options that put AES-GCM first where ssh's own order of ciphers holds. Blocks for some milliseconds.
+
+    The processor has instructions for it, unlike for ssh's own first, ChaCha20. Measured on a quiet bed: values come at
+    690 MB/s instead of 275. Whoever names ciphers for this machine, in ~/.ssh/config or for all users, keeps them.
+    """
+    own, here = _ciphers(["-F", "none"], machine), _ciphers([], machine)
+    return [f"-oCiphers=^{_QUICK_CIPHER}"] if own == here and _QUICK_CIPHER in own else []
+
+
+def _ciphers(options: list[str], machine: Machine) -> list[str]:
+    """Return the ciphers that ssh would offer a machine, the most wanted first; none if it does not say."""
+    words = ["ssh", *options, "-G", "--", machine.destination]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return next((words[1].split(",") for words in lines if len(words) == 2 and words[0] == "ciphers"), [])
 
 
 def _remote_command(python: str | None, module: list[str]) -> str:

@@ -14,6 +14,8 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
+from meshbook.engines.addresses import Machine
+from meshbook.engines.ssh import SshConnection
 from meshbook.errors import StartError
 from tests.budget import when
 from tests.cluster.bed import Bed
@@ -109,6 +111,26 @@ def test_a_start_that_is_given_up_leaves_nothing_behind(
     finally:
         bed.thaw("n2")
     when(lambda: bed.processes("n1").keys() <= before)
+
+
+def test_ssh_is_asked_for_a_quick_cipher_unless_somebody_has_named_ciphers(bed: Bed) -> None:
+    def words_of_ssh() -> list[str]:
+        connection = SshConnection(Machine("n1"), sys.executable, ["-m", "meshbook.host.remote", "x", "0"], None, "")
+        try:
+            connection.open()
+            assert connection.process is not None
+            return list(map(str, connection.process.args))  # type: ignore[arg-type]
+        finally:
+            connection.close()
+
+    assert "-oCiphers=^aes128-gcm@openssh.com" in words_of_ssh()
+    config = bed.folder / "ssh_config"
+    text = config.read_text()
+    config.write_text(f"Host n1\n  Ciphers aes256-ctr\n{text}")
+    try:
+        assert not any("Ciphers" in word for word in words_of_ssh())
+    finally:
+        config.write_text(text)
 
 
 def test_doctor_looks_at_machines(bed: Bed) -> None:
