@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ class Probe:
     bytes_per_s: float | None = None
 
 
+# One machine is measured after the other: they share this machine's way into the network, and its processors.
+_measuring = threading.Lock()
+
+
 def probe_machines(address: Address, *, measure: bool = False) -> list[Probe]:
     """Ask all machines at once. Blocks: for a second, or for up to 10 s if one cannot be reached.
 
@@ -57,8 +62,9 @@ def _probe(machine: Machine, python: str | None, measure: bool) -> Probe:
         assert hello.facts is not None
         latency_s = bytes_per_s = None
         if measure and connection.process is not None:
-            latency_s = min(_echo(connection, 1) for _ in range(_NUM_ROUND_TRIPS))
-            bytes_per_s = _BANDWIDTH_BYTES / _echo(connection, _BANDWIDTH_BYTES)
+            with _measuring:
+                latency_s = min(_echo(connection, 1) for _ in range(_NUM_ROUND_TRIPS))
+                bytes_per_s = _BANDWIDTH_BYTES / _echo(connection, _BANDWIDTH_BYTES)
         return Probe(machine, hello.facts, "", connect_s, hello.facts.wall_time - wall, latency_s, bytes_per_s)
     except StartError as error:
         return Probe(machine, problem=str(error), connect_s=time.monotonic() - before)

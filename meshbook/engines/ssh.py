@@ -30,6 +30,7 @@ _CONNECT_TIMEOUT_S = 8
 SSH_OPTIONS = (
     "-T", "-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_TIMEOUT_S}", "-oServerAliveInterval=5",
     "-oServerAliveCountMax=3", "-oExitOnForwardFailure=yes", "-oStreamLocalBindUnlink=yes", "-oControlPersist=no",
+    "-oLogLevel=INFO",  # its words are read, and shown
 )  # fmt: skip
 
 _QUICK_CIPHER = "aes128-gcm@openssh.com"
@@ -140,10 +141,17 @@ class SshConnection(HostCommand):
         return f"{machine} {_explain(code, words, by_hand, self._python)}"
 
     def _describe_end(self, code: int, words: str) -> str:
-        if code == 255:
+        if code < 0:
+            return f"is out of reach: its ssh on this machine was killed by signal {-code}{quoted(words)}"
+        if code == 255 and any(sign in words.lower() for sign in _CONNECTION_SIGNS):
             return f"is out of reach: its ssh connection has ended{quoted(words)}"
+        if code == 255:  # ssh's status too for a process that a signal has ended, of which it says nothing
+            return f"has lost its host process, which was killed by a signal{quoted(words)}"
         return describe_host_end(code, words)
 
+
+# What is in ssh's words if its connection has ended.
+_CONNECTION_SIGNS = ("connection", "disconnect", "not responding")
 
 # What is in ssh's or Python's words, what that means, and what to do: the first that fits.
 _EXPLANATIONS = (

@@ -146,6 +146,14 @@ class Bed:
         os.kill(self._pids.pop(name), signal.SIGKILL)
         self._machines.pop(name).wait(WAIT_S)
 
+    def end_ssh_sessions(self, name: str) -> None:
+        """The sshd processes of all connections end; the one that listens goes on."""
+        for pid in list(self._all_pids(name)):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if command.startswith(b"sshd:") and b"listener" not in command:
+                    os.kill(pid, signal.SIGKILL)
+
     def cut(self, name: str) -> None:
         """The switch drops all that goes to a machine or comes from it."""
         self._silent.add(name)

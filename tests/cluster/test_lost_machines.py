@@ -64,6 +64,33 @@ def test_a_machine_without_power_is_named_and_its_ranks_are_healed_when_it_is_ba
         heal(mesh)
 
 
+def kill_host(bed: Bed, name: str) -> None:
+    (host,) = [pid for pid, command in bed.processes(name).items() if "meshbook.host.remote" in command]
+    os.kill(host, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (kill_host, "machine n2 has lost its host process, which was killed by a signal"),
+        (Bed.end_ssh_sessions, 'machine n2 is out of reach: its ssh connection has ended ("Connection to'),
+    ],
+    ids=["host", "sshd"],
+)
+def test_what_has_ended_of_a_machine_is_told_apart_and_its_ranks_are_healed(
+    bed: Bed, harm: Callable[[Bed, str], None], words: str
+) -> None:
+    with busy_mesh() as (mesh, future):
+        before = set(bed.processes("n2"))
+        harm(bed, "n2")
+        error = future.exception(WAIT_S)
+        assert isinstance(error, RankLost)
+        assert error.ranks == (2, 3)
+        assert words in str(error)
+        when(lambda: before.isdisjoint(bed.processes("n2")))
+        heal(mesh)
+
+
 @pytest.mark.parametrize(("harm", "undo"), [(Bed.freeze, Bed.thaw), (Bed.cut, Bed.restore)], ids=["hangs", "is cut"])
 def test_a_machine_that_comes_back_by_itself_has_no_rank_twice(
     bed: Bed, harm: Callable[[Bed, str], None], undo: Callable[[Bed, str], None]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.cluster.bed import Bed
 from tests.kernel.frontend import kernel
+
+QUICKSTART = Path(__file__).resolve().parent.parent.parent / "notebooks" / "quickstart.ipynb"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -20,3 +26,24 @@ def test_a_notebook_starts_its_mesh_on_machines_and_goes_on_as_on_one(bed: Bed) 
         assert cell.text == "n{1, 2}\n3.0\n"
         assert "torch" in front.run("%mesh hosts").text
         assert "n2" in front.run("%mesh status").text
+
+
+def run_quickstart(start: str) -> list[tuple[str, str | None, list[str]]]:
+    """Run the quickstart's cells with another start of its mesh; return status, result and printed numbers of each."""
+    cells = [cell for cell in json.loads(QUICKSTART.read_text())["cells"] if cell["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    with kernel() as front:
+        shown = [front.run(start if source.startswith("%mesh start") else source) for source in sources]
+    return [
+        # sorted, for a rank that lags prints on a line of its own; a Stop comes to ranks at a step of its own
+        (cell.status, cell.result, [] if "raise_signal" in source else sorted(re.findall(r"\d+\.\d+", cell.stdout)))
+        for source, cell in zip(sources, shown, strict=True)
+        if not source.startswith("%mesh ")  # names and pids are each mesh's own
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_the_quickstart_has_the_same_numbers_on_two_machines(bed: Bed) -> None:
+    on_one = run_quickstart("%mesh start -n 4")
+    assert [status for status, *_ in on_one].count("error") == 2  # its mistake on one rank, and its Stop
+    assert run_quickstart("%mesh start --nodes 2 --per-node 2 --on ssh://n1,n2") == on_one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -96,6 +97,33 @@ def test_a_machine_that_cannot_be_used_is_named_with_why_and_what_to_do(
         create_mesh(2, on=on, torch=False)
     assert [word for word in words if word not in str(raised.value)] == []
     assert time.monotonic() - before < 60  # 10 s on a quiet machine
+
+
+def test_machines_that_differ_are_refused_with_a_table_that_names_them(bed: Bed) -> None:
+    python = bed.folder / "other_python"
+    (bed.folder / "site" / "torch-2.5.1.dist-info").mkdir(parents=True)
+    (bed.folder / "site" / "torch-2.5.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.5.1\n")
+    path = f"{bed.folder}/site:$PYTHONPATH"
+    python.write_text(f'#!/bin/sh\n[ "$(hostname)" = n1 ] || export PYTHONPATH="{path}"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(StartError) as raised:
+        create_mesh(2, on=f"ssh://n1,n2?python={python}")
+    rows = [line.split() for line in str(raised.value).splitlines()]
+    assert ["here", "n1", "n2"] in rows
+    ours = importlib.metadata.version("torch").partition("+")[0]
+    assert ["torch", ours, ours, "2.5.1"] in rows
+    with create_mesh(2, on=f"ssh://n1,n2?python={python}&versions=any", torch=False) as mesh:
+        assert dict(mesh.run("rank").values) == {0: 0, 1: 1}
+
+
+def test_a_machine_whose_disk_is_full_is_named(bed: Bed) -> None:
+    bed.run("n2", "sh", "-ec", "mkdir -p /run/mb; mount -t tmpfs -o size=64k full /run/mb")
+    bed.run("n2", "sh", "-c", "cat /dev/zero > /run/mb/all 2>/dev/null; true")
+    try:
+        with pytest.raises(StartError, match=r"n2: the folder .* cannot be made: No space left on device; free some"):
+            create_mesh(2, on="ssh://n1,n2", torch=False)
+    finally:
+        bed.run("n2", "umount", "-l", "/run/mb")
 
 
 def test_a_start_that_is_given_up_leaves_nothing_behind(

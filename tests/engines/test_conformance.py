@@ -80,9 +80,10 @@ def test_values_go_there_and_back(mesh: Mesh) -> None:
     assert mesh.pull("data")[3][-1] == 99_999
 
 
-def test_a_stuck_collective_is_left_and_the_group_is_whole_again(mesh: Mesh) -> None:
+def test_a_stuck_collective_is_explained_and_left_and_the_group_is_whole_again(mesh: Mesh) -> None:
     future = mesh.run("dist.barrier() if rank else __import__('time').sleep(1000)", wait=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    when(lambda: "has not come to barrier" in mesh.why().text)
     future.interrupt()
     assert isinstance(future.exception(WAIT_S), CellInterrupted)
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
