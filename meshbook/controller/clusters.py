@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from meshbook.controller.config import Defaults
 from meshbook.engines.addresses import Address
@@ -73,7 +74,9 @@ def resolve(on: str, defaults: Defaults) -> str:
     if "://" in on:
         return on
     if on in defaults.clusters:
-        return str(defaults.clusters[on]["on"])
+        cluster = dict(defaults.clusters[on])
+        address = cluster.pop("on")
+        return f"{address}{'&' if '?' in address else '?'}{urlencode(cluster)}" if cluster else address
     known = ", ".join(sorted(defaults.clusters)) or "none"
     raise UsageError(
         f"{on!r} is no address of machines (ssh://gpu1,gpu2, slurm://gpu, ray://auto) and no cluster of meshbook.toml "

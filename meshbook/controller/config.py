@@ -17,6 +17,12 @@ from meshbook.errors import UsageError
 from meshbook.host.cores import num_cores
 from meshbook.host.gpus import count_gpus
 
+# Below this, machines would be lost as soon as users hear that they do not answer, which is after 3.5 s.
+MIN_LOST_AFTER_S = 5.0
+
+# What a cluster of meshbook.toml may say beside `on`, with examples: it is added to the address as an option.
+CLUSTER_OPTIONS = {"python": "/opt/venv/bin/python", "before": "module load cuda"}
+
 
 @dataclass(frozen=True)
 class Defaults:
@@ -32,7 +38,9 @@ class Defaults:
         start_timeout_s: seconds that a mesh may take to start.
         end_on_error: whether ranks that wait in a collective for one that has left the cell are released.
         log_mb: megabytes (2**20 bytes) of ranks' output that each machine keeps on its disk, for `%mesh logs --grep`.
-        clusters: by name, tables with the machines of each: `on = "ssh://gpu1,gpu2"`.
+        lost_after_s: seconds without a word after which another machine's ranks count as lost.
+        clusters: by name, tables with the machines of each: `on = "ssh://gpu1,gpu2"`, and what may be an option of
+            that address: `python = "/opt/venv/bin/python"`, `before = "module load cuda"`.
     """
 
     ranks: int | None = None
@@ -44,6 +52,9 @@ class Defaults:
     start_timeout_s: float = 120.0
     end_on_error: bool = True
     log_mb: int = 256
+    # A machine that is overloaded, is moved as a virtual machine or pages comes back; of one that is dead users have
+    # heard. Precedents: torchrun 15 s (3 x 5 s), Ray 15 s and more (5 x 3 s), Kubernetes 40 s, Slurm 300 s.
+    lost_after_s: float = 15.0
     clusters: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def num_ranks(self) -> int:
@@ -124,7 +135,10 @@ def _override(defaults: Defaults, settings: dict[str, Any], source: str) -> Defa
 
 def _check_clusters(clusters: dict[str, Any], source: str) -> None:
     for name, table in clusters.items():
-        if not isinstance(table, dict) or table.keys() != {"on"} or not isinstance(table["on"], str):
+        is_table = isinstance(table, dict) and {"on"} <= table.keys() <= {"on", *CLUSTER_OPTIONS}
+        if not is_table or not all(isinstance(value, str) for value in table.values()):
+            options = "".join(f"\n{option} = {example!r}" for option, example in CLUSTER_OPTIONS.items())
             raise UsageError(
-                f'{source} has a cluster {name!r} that is not written like:\n[clusters.{name}]\non = "ssh://gpu1,gpu2"'
+                f"{source} has a cluster {name!r} that is not written like this (of which the first is needed):\n"
+                f'[clusters.{name}]\non = "ssh://gpu1,gpu2"{options}'
             )

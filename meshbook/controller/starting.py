@@ -14,7 +14,7 @@ from typing import Any
 from meshbook.controller import extensions, past_cells, script
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.clusters import choose_machines
-from meshbook.controller.config import current_folder, read_defaults
+from meshbook.controller.config import MIN_LOST_AFTER_S, current_folder, read_defaults
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.device_note import device_note
 from meshbook.controller.launch import launch_supervisor
@@ -270,6 +270,11 @@ def make_spec(
         raise UsageError(
             f"log_mb = {defaults.log_mb}: each machine keeps at least 1 MB of output; write 256, for example"
         )
+    if defaults.lost_after_s < MIN_LOST_AFTER_S:
+        raise UsageError(
+            f"lost_after_s = {defaults.lost_after_s:g}: a machine is named when it has not answered for 3 to 4 s, and "
+            f"counts as lost after {MIN_LOST_AFTER_S:g} s at the earliest"
+        )
     if not 1 <= num_hosts <= grid.size:
         raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
     return messages.MeshSpec(
@@ -286,6 +291,7 @@ def make_spec(
         argv=script.argv,
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
         log_bytes=defaults.log_mb << 20,
+        lost_after_s=defaults.lost_after_s,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
 

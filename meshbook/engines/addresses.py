@@ -17,6 +17,7 @@ _OPTIONS = {
     "python": "the interpreter on those machines",
     "versions": '"any" to go on although versions differ',
 }
+_SSH_OPTIONS = {**_OPTIONS, "before": "a line for bash on those machines, before Python is started"}
 # What is asked of Ray for each node, in its own words.
 _RAY_OPTIONS = {"num_cpus": "cores of each node", "num_gpus": "GPUs of each node", **_OPTIONS}
 _GCS_PORT = 6379  # unless `ray start --port` says another
@@ -24,6 +25,7 @@ _GCS_PORT = 6379  # unless `ray start --port` says another
 _SLURM_OWN = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--nodes of the mesh, nodes= in Python"),
     "partition": "the partition, as in slurm://gpu",
+    "before": "the environment in which the notebook was started, which srun takes along",
     "job-name": "the name of the mesh",
     **dict.fromkeys(
         ("array", "wrap", "parsable", "wait", "requeue", "no-requeue", "kill", "no-kill", "output", "error", "input",
@@ -60,6 +62,7 @@ class Address:
         partition: of Slurm; "": its default.
         options: further ones of sbatch, without the hyphens; a value "" is none. Of Ray: num_cpus, num_gpus.
         head: of Ray's cluster: "auto", "local" or GCS's "host:port"; "": it is no Ray.
+        before: a line that bash runs on each machine before Python starts: "module load cuda"; ssh only.
     """
 
     scheme: str
@@ -69,6 +72,7 @@ class Address:
     partition: str = ""
     options: tuple[tuple[str, str], ...] = ()
     head: str = ""
+    before: str = ""
 
     @property
     def gpus_per_node(self) -> int | None:
@@ -94,7 +98,7 @@ class Address:
         if scheme != "ssh":
             raise UsageError(f"there is no way {scheme}:// to machines; known: ssh://, slurm://, ray://. {_EXAMPLE}")
         names, _, query = rest.partition("?")
-        options = _parse_options(text, query, _OPTIONS)
+        options = _parse_options(text, query, _SSH_OPTIONS)
         machines = (
             tuple(_parse_machine(name.strip(), text) for name in rest.partition("?")[0].split(",")) if names else ()
         )
@@ -102,7 +106,9 @@ class Address:
             raise UsageError(f"{text!r} names no machine. {_EXAMPLE}")
         if twice := sorted({str(machine) for machine in machines if machines.count(machine) > 1}):
             raise UsageError(f"{text!r} names {twice[0]} twice; name each machine once")
-        return cls(scheme, machines, options.get("python") or None, "versions" in options)
+        return cls(
+            scheme, machines, options.get("python") or None, "versions" in options, before=options.get("before", "")
+        )
 
     @classmethod
     def _parse_slurm(cls, text: str, rest: str) -> Address:

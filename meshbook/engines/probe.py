@@ -50,11 +50,13 @@ def probe_machines(address: Address, *, measure: bool = False) -> list[Probe]:
         measure: the connections too.
     """
     with ThreadPoolExecutor(max_workers=len(address.machines)) as threads:
-        return list(threads.map(lambda machine: _probe(machine, address.python, measure), address.machines))
+        return list(threads.map(lambda machine: _probe(address, machine, measure), address.machines))
 
 
-def _probe(machine: Machine, python: str | None, measure: bool) -> Probe:
-    connection = SshConnection(machine, python, ["-m", "meshbook.host.remote", "doctor", "0", "--facts-only"], None, "")
+def _probe(address: Address, machine: Machine, measure: bool) -> Probe:
+    connection = SshConnection(
+        address, machine, ["-m", "meshbook.host.remote", "doctor", "0", "--facts-only"], None, ""
+    )
     before = time.monotonic()
     try:
         hello = connection.open()

@@ -7,6 +7,7 @@ take part. ~/.ssh/config is honoured, jump hosts too.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -26,10 +27,14 @@ from meshbook.wire.remote_start import HOSTS_SOCKET, STORE_SOCKET, RemoteHello, 
 # Seconds for ssh to connect: below the 10 s within which a user is to hear of a machine that cannot be reached.
 _CONNECT_TIMEOUT_S = 8
 
-# 5 s x 3: shorter ones end healthy connections of a loaded machine. The mesh's own beats are quicker.
+# Seconds between ssh's own beats. Three that are not answered end the connection, or more if the mesh waits longer:
+# fewer end healthy connections of a loaded machine. The mesh's own beats are quicker.
+_ALIVE_INTERVAL_S = 5
+
 SSH_OPTIONS = (
-    "-T", "-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_TIMEOUT_S}", "-oServerAliveInterval=5",
-    "-oServerAliveCountMax=3", "-oExitOnForwardFailure=yes", "-oStreamLocalBindUnlink=yes", "-oControlPersist=no",
+    "-T", "-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_TIMEOUT_S}",
+    f"-oServerAliveInterval={_ALIVE_INTERVAL_S}", "-oExitOnForwardFailure=yes", "-oStreamLocalBindUnlink=yes",
+    "-oControlPersist=no",
     "-oLogLevel=INFO",  # its words are read, and shown
 )  # fmt: skip
 
@@ -46,6 +51,7 @@ class SshEngine:
 
     def __init__(self, spec: MeshSpec) -> None:
         self._address = Address.parse(spec.on)
+        self._lost_after_s = spec.lost_after_s
         self._mesh_id = secrets.token_hex(4)  # two meshes of one name, of two laptops, may meet on a machine
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited, self.close = self._hosts.pop_failed, self._hosts.pop_exited, self._hosts.close
@@ -58,7 +64,9 @@ class SshEngine:
         words = ["-m", "meshbook.host.remote", f"{start.mesh[:24]}-{self._mesh_id}", str(host)]
         words += [] if start.torch else ["--light"]
         label = f"h{host}.{secrets.token_hex(2)}"
-        connection = SshConnection(self._address.machines[host], self._address.python, words, start.folder, label)
+        connection = SshConnection(
+            self._address, self._address.machines[host], words, start.folder, label, max_silent_s=self._lost_after_s
+        )
 
         def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
             return RemoteStart(token=start.token, identity=start.identity, peers=peers)
@@ -76,17 +84,29 @@ class SshConnection(HostCommand):
     """One ssh to one machine, with a Python module of ours at its other end."""
 
     def __init__(
-        self, machine: Machine, python: str | None, module: list[str], folder: Path | None, label: str
+        self,
+        address: Address,
+        machine: Machine,
+        module: list[str],
+        folder: Path | None,
+        label: str,
+        *,
+        max_silent_s: float = 0.0,
     ) -> None:
         """
         Args:
-            python: the interpreter there; None: this one's path if it is there too, else python3.
+            address: says how Python starts there. Without an interpreter: this one's path if it is there too, else
+                python3.
+            machine: one of the address's.
             module: what follows the interpreter: "-m", the module, its arguments.
             folder: of the supervisor's sockets, to be forwarded; None: nothing is.
             label: unique in the folder.
+            max_silent_s: seconds without an answer that ssh lets pass, at least.
         """
         super().__init__(None if folder is None else folder / f"{label}.log")
-        self.machine, self._python, self._module, self._folder = machine, python, module, folder
+        self._max_silent_s = max_silent_s
+        self.machine, self._python, self._before = machine, address.python, address.before
+        self._module, self._folder = module, folder
         self._control = None if folder is None else folder / f"{label}.c"
 
     @property
@@ -96,10 +116,11 @@ class SshConnection(HostCommand):
     def _start_process(self) -> subprocess.Popen[bytes]:
         # What ~/.ssh/config forwards for people's own sessions may be in use by one of these.
         command = ["ssh", *SSH_OPTIONS, "-oClearAllForwardings=yes", "-oRemoteCommand=none"]
+        command += [f"-oServerAliveCountMax={max(3, math.ceil(self._max_silent_s / _ALIVE_INTERVAL_S))}"]
         command += _cipher_options(self.machine)
         command += ["-M", f"-oControlPath={self._control}"] if self._control is not None else ["-oControlPath=none"]
         command += ["-p", str(self.machine.port)] if self.machine.port is not None else []
-        command += ["--", self.machine.destination, _remote_command(self._python, self._module)]
+        command += ["--", self.machine.destination, _remote_command(self._python, self._module, self._before)]
         try:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._error_file(), bufsize=0
@@ -154,7 +175,11 @@ class SshConnection(HostCommand):
 _CONNECTION_SIGNS = ("connection", "disconnect", "not responding")
 
 # What is in ssh's or Python's words, what that means, and what to do: the first that fits.
+_BEFORE_FAILED = "the line that is to run before Python has failed"
 _EXPLANATIONS = (
+    (_BEFORE_FAILED,
+     "did not start Python",
+     "see before = in meshbook.toml, or ?before= in the address; bash runs it, with -l"),
     ("No module named",
      "has no Meshbook, or not what it needs, for {python}",
      "install it there: {ssh} {python} -m pip install meshbook=={version}; or name another interpreter: "
@@ -215,8 +240,12 @@ def _ciphers(options: list[str], machine: Machine) -> list[str]:
     return next((words[1].split(",") for words in lines if len(words) == 2 and words[0] == "ciphers"), [])
 
 
-def _remote_command(python: str | None, module: list[str]) -> str:
-    """Return the command line for the machine's login shell, whichever that is: ssh joins its words with spaces."""
+def _remote_command(python: str | None, module: list[str], before: str) -> str:
+    """Return the command line for the machine's login shell, whichever that is: ssh joins its words with spaces.
+
+    Args:
+        before: a line for a bash that has read /etc/profile, where `module` is defined; "": none is needed.
+    """
     path = f"PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if os.environ.get("PYTHONPATH") else ""
     run = f"exec env {path}%s -P {shlex.join(module)}"
     if python is not None:
@@ -224,4 +253,7 @@ def _remote_command(python: str | None, module: list[str]) -> str:
     else:
         here = shlex.quote(sys.executable)
         script = f"if [ -x {here} ]; then {run % here}; else {run % 'python3'}; fi"
-    return f"exec sh -c {shlex.quote(script)}"
+    if not before:
+        return f"exec sh -c {shlex.quote(script)}"
+    script = f"{before}\n[ $? = 0 ] || {{ echo {shlex.quote(_BEFORE_FAILED)} >&2; exit 1; }}\n{script}"
+    return f"exec bash -lc {shlex.quote(script)}"

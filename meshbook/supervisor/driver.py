@@ -270,6 +270,7 @@ class Driver:
                 engine,
                 self,
                 self._store.listen,
+                spec.lost_after_s,
             )
             self._state.machines.watch = self._hosts if engine.spans_machines else None
         self._hosts.start(hosts, torch=spec.torch)

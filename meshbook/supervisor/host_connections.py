@@ -35,11 +35,7 @@ _KEEP_ALIVE_S = 1.0
 # Checks without a word, one each _POLL_S, after which users hear of a host on another machine. Hosts answer within
 # milliseconds also when their ranks compute; a user is to hear of a dead machine within 5 s.
 _TELL_AFTER_CHECKS = 7
-# ... and after which it counts as lost, with all that its ranks hold. A machine that is overloaded, is moved as a
-# virtual machine or pages comes back; of one that is dead users have heard. Precedents: torchrun 15 s (3 x 5 s), Ray
-# 15 s and more (5 x 3 s), Kubernetes 40 s, Slurm 300 s. ssh gives up a machine after 20 s (ServerAliveInterval).
-_MAX_SILENT_CHECKS = 30
-# ... and while the mesh stops, when hosts only end their ranks.
+# ... and after which it counts as lost while the mesh stops, when hosts only end their ranks.
 _MAX_SILENT_CHECKS_AT_STOP = 3
 _STOP_TIMEOUT_S = 7.0
 _STOP_POLL_S = 0.1
@@ -95,8 +91,14 @@ class HostConnections:
         engine: HostEngine,
         events: HostEvents,
         listen_store: Callable[[str, tuple[bytes, bytes]], str],
+        lost_after_s: float,
     ) -> None:
-        """listen_store: has the mesh's store listen on an address too; used if the engine's hosts connect by TCP."""
+        """
+        Args:
+            listen_store: has the mesh's store listen on an address too; used if the engine's hosts connect by TCP.
+            lost_after_s: seconds without a word after which a host on another machine is lost.
+        """
+        self._lost_after_s = lost_after_s
         self._loop, self._folder, self._mesh, self._token = loop, folder, mesh, token
         self.engine = engine
         self._events = events
@@ -249,14 +251,14 @@ class HostConnections:
         self._loop.call_later(_POLL_S, self._poll)
 
     def _count_silence(self) -> None:
-        limit = _MAX_SILENT_CHECKS_AT_STOP if self._is_stopping else _MAX_SILENT_CHECKS
+        limit = _MAX_SILENT_CHECKS_AT_STOP if self._is_stopping else round(self._lost_after_s / _POLL_S)
         for host in list(self._hosts.values()):
             if host.silent_checks is None:
                 continue
             host.silent_checks += 1
             seconds = self._loop.clock.monotonic() - host.heard_at
             if host.silent_checks == _TELL_AFTER_CHECKS and not self._is_stopping:
-                self._events.host_fell_silent(host.number, seconds, _MAX_SILENT_CHECKS * _POLL_S)
+                self._events.host_fell_silent(host.number, seconds, self._lost_after_s)
             if host.silent_checks >= limit:
                 self._lose(host.number, f"has not answered for {seconds:.0f} s (no power, hung, or cut off)")
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,18 @@ def test_a_machine_that_stands_still_for_a_moment_keeps_its_ranks_and_a_stop_doe
         future.result(WAIT_S)  # the Stop has come to n2
         assert dict(mesh.run("x").values) == {0: 10, 1: 11}
         assert [host.state for host in mesh.hosts()] == ["ready", "ready"]
+
+
+def test_how_long_a_machine_may_be_silent_is_set(bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meshbook.toml").write_text("lost_after_s = 6")
+    monkeypatch.chdir(tmp_path)
+    with busy_mesh() as (_, future):
+        bed.freeze("n2")
+        try:
+            error = future.exception(NAMED_WITHIN_S)
+        finally:
+            bed.thaw("n2")
+        assert "machine n2 has not answered for 6 s" in str(error)
 
 
 def test_a_mesh_with_a_dead_machine_is_stopped_at_once(bed: Bed) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.engines.addresses import Machine
+from meshbook.engines.addresses import Address
 from meshbook.engines.ssh import SshConnection
 from meshbook.errors import StartError
 from tests.budget import when
@@ -116,6 +116,19 @@ def test_machines_that_differ_are_refused_with_a_table_that_names_them(bed: Bed)
         assert dict(mesh.run("rank").values) == {0: 0, 1: 1}
 
 
+def test_a_line_runs_before_python_and_its_failure_is_named(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    clusters = tmp_path / "meshbook.toml"
+    clusters.write_text('[clusters.lab]\non = "ssh://n1,n2"\nbefore = "echo hi; export LOADED=$(hostname)-cuda"\n')
+    with create_mesh(2, on="lab", torch=False) as mesh:
+        assert dict(mesh.run("__import__('os').environ['LOADED']").values) == {0: "n1-cuda", 1: "n2-cuda"}
+    clusters.write_text('[clusters.lab]\non = "ssh://n1,n2"\nbefore = "modul load cuda"\n')
+    with pytest.raises(StartError, match=r"n1 did not start Python \(.*modul: command not found.*; see before = in"):
+        create_mesh(2, on="lab", torch=False)
+
+
 def test_a_machine_whose_disk_is_full_is_named(bed: Bed) -> None:
     bed.run("n2", "sh", "-ec", "mkdir -p /run/mb; mount -t tmpfs -o size=64k full /run/mb")
     bed.run("n2", "sh", "-c", "cat /dev/zero > /run/mb/all 2>/dev/null; true")
@@ -142,8 +155,10 @@ def test_a_start_that_is_given_up_leaves_nothing_behind(
 
 
 def test_ssh_is_asked_for_a_quick_cipher_unless_somebody_has_named_ciphers(bed: Bed) -> None:
+    address = Address.parse("ssh://n1")
+
     def words_of_ssh() -> list[str]:
-        connection = SshConnection(Machine("n1"), sys.executable, ["-m", "meshbook.host.remote", "x", "0"], None, "")
+        connection = SshConnection(address, address.machines[0], ["-m", "meshbook.host.remote", "x", "0"], None, "")
         try:
             connection.open()
             assert connection.process is not None

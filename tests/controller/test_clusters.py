@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.controller.clusters import choose_machines
+from meshbook.controller.clusters import choose_machines, resolve
 from meshbook.controller.config import Defaults, read_defaults
 from meshbook.controller.connection import ConnectionListeners
 from meshbook.controller.session import _request_start
+from meshbook.controller.starting import make_spec
+from meshbook.engines.addresses import Address
 from meshbook.errors import MeshShapeError, StartError, UsageError
 from meshbook.ids import CallId
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -49,6 +52,25 @@ def test_a_layout_that_would_split_the_last_axis_is_refused_with_the_sum() -> No
         choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes={"dp": 3, "tp": 2})
     with pytest.raises(MeshShapeError, match=r"rank=3 are 3 ranks, which 2 machines cannot share equally"):
         choose_machines("lab", LAB, nodes=None, gpus_per_node=None, axes=3)
+
+
+def test_what_a_cluster_says_beside_its_machines_is_added_to_their_address() -> None:
+    table = {"on": "ssh://n1,n2?versions=any", "python": "/opt/venv/bin/python", "before": "module load cuda && true"}
+    on = resolve("lab", Defaults(clusters={"lab": table}))
+    address = Address.parse(on)
+    assert (address.python, address.before) == ("/opt/venv/bin/python", "module load cuda && true")
+    assert address.allows_any_versions
+    with pytest.raises(UsageError, match="which srun takes along"):
+        Address.parse(resolve("lab", Defaults(clusters={"lab": {"on": "slurm://gpu", "before": "module load cuda"}})))
+
+
+def test_a_time_in_which_no_machine_could_be_named_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meshbook.toml").write_text("lost_after_s = 60")
+    assert make_spec(MeshAxes.of(2), on="ssh://n1", engine="ssh").lost_after_s == 60
+    (tmp_path / "meshbook.toml").write_text("lost_after_s = 2")
+    with pytest.raises(UsageError, match=r"lost_after_s = 2: a machine is named when .* after 5 s at the earliest"):
+        make_spec(MeshAxes.of(2), on="ssh://n1", engine="ssh")
 
 
 def test_an_unknown_cluster_is_refused_with_how_one_is_written() -> None:

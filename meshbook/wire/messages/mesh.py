@@ -28,6 +28,7 @@ class MeshSpec(Struct, frozen=True, gc=False):
     threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
     end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
     log_bytes: int = 256 << 20  # of output that each host keeps on its disk
+    lost_after_s: float = 15.0  # without a word, ranks on another machine than the supervisor's
 
 
 class GpuFacts(Struct, frozen=True, gc=False):
