@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from meshbook.controller.config import Defaults
+from meshbook.controller.hosts import busy_gpus
 from meshbook.engines.addresses import Address
 from meshbook.engines.probe import probe_machines
 from meshbook.errors import MeshShapeError, StartError, UsageError
@@ -116,8 +117,13 @@ def _ranks_per_machine(address: Address, num_hosts: int) -> int:
     used = Address(address.scheme, address.machines[:num_hosts], address.python, address.allows_any_versions)
     found = []
     for probe in probe_machines(used):
-        if probe.facts is None:
+        if (facts := probe.facts) is None:
             raise StartError(probe.problem)
-        found.append(probe.facts)
-    gpus = min(len(facts.gpus) for facts in found)
+        found.append(facts)
+        if facts.gpus and all(gpu.busy_by for gpu in facts.gpus):
+            raise StartError(
+                f"{probe.machine}: others use all of its GPUs, {busy_gpus(facts)}; leave it out, or say how many ranks "
+                "are to run on each machine (--per-node, with --device cpu)"
+            )
+    gpus = min(sum(not gpu.busy_by for gpu in facts.gpus) for facts in found)
     return gpus or min(4, max(2, min(facts.num_cpus for facts in found)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshbook.errors import UsageError
 from meshbook.host.cores import num_cores
-from meshbook.host.gpus import count_gpus
+from meshbook.host.gpus import count_free_gpus
 
 # Below this, machines would be lost as soon as users hear that they do not answer, which is after 3.5 s.
 MIN_LOST_AFTER_S = 5.0
@@ -29,7 +29,7 @@ class Defaults:
     """Values that `create_mesh()` uses for arguments that are not given.
 
     Attributes:
-        ranks: number of ranks; None: one per visible GPU, else 2 to 4 by cores.
+        ranks: number of ranks; None: one per visible GPU that nobody else uses, else 2 to 4 by cores.
         engine: "local".
         start_method: "fork" or "fresh".
         device: "auto", "cpu" or "cuda".
@@ -60,7 +60,7 @@ class Defaults:
     def num_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
-        return count_gpus() or min(4, max(2, num_cores()))
+        return count_free_gpus() or min(4, max(2, num_cores()))
 
 
 def current_folder() -> Path:

@@ -88,5 +88,14 @@ def _describe_gpus(facts: MachineFacts) -> str:
     if not facts.gpus:
         return ""
     names = {gpu.name for gpu in facts.gpus}
-    free = format_bytes(min(gpu.free_bytes for gpu in facts.gpus))
-    return f"{len(facts.gpus)} {' and '.join(sorted(names))}, at least {free} free on each"
+    free = [gpu for gpu in facts.gpus if not gpu.busy_by]
+    text = f"{len(facts.gpus)} {' and '.join(sorted(names))}"
+    if busy := busy_gpus(facts):
+        text += f", {busy}"
+    return f"{text}, at least {format_bytes(min(gpu.free_bytes for gpu in free))} free on each" if free else text
+
+
+def busy_gpus(facts: MachineFacts) -> str:
+    """Return how many GPUs of a machine others use, and who: "3 busy (alice)"; "" for none."""
+    users = [gpu.busy_by for gpu in facts.gpus if gpu.busy_by]
+    return f"{len(users)} busy ({', '.join(sorted(set(users)))})" if users else ""

@@ -9,7 +9,7 @@ from meshbook.controller.healed import Resized
 from meshbook.controller.healing import run_to_its_end
 from meshbook.controller.session import Session
 from meshbook.errors import MeshShapeError, UsageError
-from meshbook.host.gpus import count_gpus
+from meshbook.host.gpus import count_free_gpus
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 
@@ -29,7 +29,7 @@ def resize(session: Session, size: int | Mapping[str, int] | None, axes: Mapping
     after = new_axes(before, size, axes)
     if any(rank.device.startswith("cuda") for rank in session.info.ranks):
         num_hosts = 1 if session.info.spec is None else session.info.spec.num_hosts
-        check_gpus(before.size, after.size, count_gpus() * num_hosts)
+        check_gpus(before.size, after.size, count_free_gpus() * num_hosts)
     finish_saves(session, "the resize")
     command = messages.ResizeMesh(call=session.connection.next_call_id(), axes=after.axes)
     return Resized.of(run_to_its_end(session, command))

@@ -14,15 +14,16 @@ from typing import Any
 from meshbook.controller import extensions, past_cells, script
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.clusters import choose_machines
-from meshbook.controller.config import MIN_LOST_AFTER_S, current_folder, read_defaults
+from meshbook.controller.config import MIN_LOST_AFTER_S, Defaults, current_folder, read_defaults
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.device_note import device_note
+from meshbook.controller.hosts import busy_gpus, fetch_hosts
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.engines import ENGINES
 from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
-from meshbook.host.gpus import count_gpus
+from meshbook.host.gpus import count_free_gpus, count_gpus, find_others_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
@@ -183,9 +184,23 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Se
         StartError: they did not start; nothing is left running.
     """
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
-    if note := device_note(session.info, 0 if spec.on else count_gpus()):
+    notes = [device_note(session.info, 0 if spec.on else count_free_gpus()), _others_note(session, spec)]
+    for note in filter(None, notes):
         background_output_of(session).notify(grid.ranks, note)
     return session
+
+
+def _others_note(session: Session, spec: messages.MeshSpec) -> str:
+    """Return which GPUs others use, so that ranks were started on the rest; "": none, or ranks need no GPU."""
+    if not any(rank.device.startswith("cuda") for rank in session.info.ranks):
+        return ""
+    if spec.on:
+        hosts = [(host.name, busy_gpus(host.facts)) for host in fetch_hosts(session) if host.facts is not None]
+        found = [f"{name}: GPUs {busy}" for name, busy in hosts if busy]
+        return f"{'; '.join(found)}, chosen around" if found else ""
+    others = find_others_gpus()
+    is_around = others is not None and spec.env.get("CUDA_VISIBLE_DEVICES") == ",".join(others.free)
+    return f"{others}, chosen around" if is_around else ""
 
 
 def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: Session | None = None) -> Session:
@@ -264,17 +279,8 @@ def make_spec(
             if on
             else f"the engine {engine} needs to know its machines: --on {engine}://gpu1,gpu2"
         )
-    if device == "cuda" and not on and not count_gpus():
-        raise StartError("cuda is asked for, and no GPU is visible here; ask for device cpu, or see meshbook doctor")
-    if defaults.log_mb < 1:
-        raise UsageError(
-            f"log_mb = {defaults.log_mb}: each machine keeps at least 1 MB of output; write 256, for example"
-        )
-    if defaults.lost_after_s < MIN_LOST_AFTER_S:
-        raise UsageError(
-            f"lost_after_s = {defaults.lost_after_s:g}: a machine is named when it has not answered for 3 to 4 s, and "
-            f"counts as lost after {MIN_LOST_AFTER_S:g} s at the earliest"
-        )
+    env = dict(env or {}) if on or not torch else _choose_gpus(device, env or {})
+    _check_numbers(defaults)
     if not 1 <= num_hosts <= grid.size:
         raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
     return messages.MeshSpec(
@@ -286,7 +292,7 @@ def make_spec(
         device=device,  # type: ignore[arg-type]
         process_group=process_group and torch,
         torch=torch,
-        env=dict(env or {}),
+        env=env,
         cwd=str(current_folder()),
         argv=script.argv,
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
@@ -294,6 +300,33 @@ def make_spec(
         lost_after_s=defaults.lost_after_s,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
+
+
+def _choose_gpus(device: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of ranks on this machine, which see no GPU that somebody else uses. Raises StartError."""
+    if device == "cuda" and not count_gpus():
+        raise StartError("cuda is asked for, and no GPU is visible here; ask for device cpu, or see meshbook doctor")
+    if device == "cpu" or "CUDA_VISIBLE_DEVICES" in env or (others := find_others_gpus()) is None:
+        return dict(env)
+    if device == "cuda" and not others.free:
+        raise StartError(
+            f"cuda is asked for, and others use every GPU here: {others}; ask for device cpu, or take one all the same "
+            "with CUDA_VISIBLE_DEVICES=0"
+        )
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(others.free)}
+
+
+def _check_numbers(defaults: Defaults) -> None:
+    """Raise UsageError: a number of meshbook.toml is too small."""
+    if defaults.log_mb < 1:
+        raise UsageError(
+            f"log_mb = {defaults.log_mb}: each machine keeps at least 1 MB of output; write 256, for example"
+        )
+    if defaults.lost_after_s < MIN_LOST_AFTER_S:
+        raise UsageError(
+            f"lost_after_s = {defaults.lost_after_s:g}: a machine is named when it has not answered for 3 to 4 s, and "
+            f"counts as lost after {MIN_LOST_AFTER_S:g} s at the earliest"
+        )
 
 
 def generate_mesh_name(stem: str | None = None) -> str:

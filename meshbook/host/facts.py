@@ -8,6 +8,7 @@ import platform
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,6 +63,13 @@ def address_towards(peer: str) -> str | None:
         return address
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with an address of this machine, "eth0"; None: loopback, or none."""
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    names = (name for name, found in interfaces.items() if any(one.address == address for one in found))
+    return next((name for name in names if name != "lo"), None)
+
+
 def launch_address(launcher: str = "") -> str:
     """Return this machine's address on the way to who started this process; else loopback's.
 
@@ -97,5 +105,9 @@ def _gpus() -> tuple[GpuFacts, ...]:
     for uuid in nvml.uuids():
         sample = nvml.sample(uuid)
         if sample is not None:
-            found.append(GpuFacts(nvml.name(uuid), sample.total_bytes, sample.total_bytes - sample.used_bytes))
+            found.append(
+                GpuFacts(
+                    nvml.name(uuid), sample.total_bytes, sample.total_bytes - sample.used_bytes, nvml.other_user(uuid)
+                )
+            )
     return tuple(found)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import pwd
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 _SAMPLE_S = 1.0
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its number: that of a process in no container (Linux, PROC_PID_INIT_INO)
 
 
 class GpuSample(NamedTuple):
@@ -99,6 +102,15 @@ class Nvml:
     def name(self, uuid: str) -> str:
         return str(self._library.nvmlDeviceGetName(self._library.nvmlDeviceGetHandleByUUID(uuid)))
 
+    def other_user(self, uuid: str) -> str:
+        """Return who else computes on a device; "": nobody, or it is not known."""
+        try:
+            handle = self._library.nvmlDeviceGetHandleByUUID(uuid)
+            pids = [process.pid for process in self._library.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except self._library.NVMLError:  # a device that is divided (MIG) does not say
+            return ""
+        return next((owner for pid in pids if (owner := _owner(pid))), "")
+
     def driver_version(self) -> str:
         return str(self._library.nvmlSystemGetDriverVersion())
 
@@ -113,6 +125,77 @@ class Nvml:
         """Return the UUIDs of all devices, in the driver's order."""
         handles = [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(self.count())]
         return [str(self._library.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+
+@dataclass(frozen=True)
+class OthersGpus:
+    """GPUs that somebody else computes on, which ranks leave alone.
+
+    Attributes:
+        free: UUIDs of the rest, as CUDA_VISIBLE_DEVICES takes them.
+        users: who is on each of theirs: "alice", "another user".
+    """
+
+    free: tuple[str, ...]
+    users: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(set(self.users)))
+        return f"{len(self.users)} GPU{'s' if len(self.users) != 1 else ''} busy ({names})"
+
+
+def find_others_gpus(nvml: Nvml | None = None) -> OthersGpus | None:
+    """Return which GPUs of this machine somebody else uses; None: none, or nobody can tell. Blocks for a moment.
+
+    What CUDA_VISIBLE_DEVICES says is taken at its word: whoever sets it, a person or Slurm, has chosen.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ or (not os.path.exists("/dev/nvidiactl") and nvml is None):
+        return None
+    nvml = nvml or Nvml.load()
+    if nvml is None:
+        return None
+    try:
+        users = {uuid: nvml.other_user(uuid) for uuid in nvml.uuids()}
+    except Exception:  # a GPU that has fallen off the bus
+        return None
+    busy = tuple(user for user in users.values() if user)
+    return OthersGpus(tuple(uuid for uuid, user in users.items() if not user), busy) if busy else None
+
+
+def count_free_gpus() -> int:
+    """Return the number of GPUs that ranks of this process would see and nobody else uses. Blocks for a moment."""
+    others = find_others_gpus()
+    return count_gpus() if others is None else len(others.free)
+
+
+def _owner(pid: int) -> str:
+    """Return who else runs a process that computes on a GPU; "": this user, or it is not known.
+
+    Within a container the driver's numbers of processes are another namespace's and say nothing.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended; or the system hides it (hidepid) because it is another user's
+        return "another user" if os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE and _is_alive(pid) else ""
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    uid = int(fields["Uid"].split()[0])
+    # The MPS server is there to have GPUs shared.
+    if uid == os.getuid() or fields["Name"].strip().startswith("nvidia-cuda-mps"):
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 # What hides GPUs from ROCm, in the order in which it is applied: the first that is set decides here.

@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from meshbook.errors import MeshbookError, MeshInUse
-from meshbook.host.facts import gather_facts, launch_address, own_address
+from meshbook.host.facts import gather_facts, interface_of, launch_address, own_address
+from meshbook.host.gpus import find_others_gpus
 from meshbook.host.main import HostProcess
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import folders, processes
@@ -77,6 +78,11 @@ def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
         return
     start = msgspec.json.decode(line, type=RemoteStart)
     facts = msgspec.structs.replace(facts, address=own_address(start.peers, launcher))
+    if (others := find_others_gpus()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(others.free)
+    interface = interface_of(facts.address)
+    if interface is not None:  # exactly this one; what the machine or the mesh itself says comes before it
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     there = start.supervisor or SupervisorAddress(f"ipc://{folder}/{HOSTS_SOCKET}", f"ipc://{folder}/{STORE_SOCKET}")
     place = HostPlace(facts.address, there.store, there.server_key)
     host = HostProcess(folder, number, start.token, place=place)

@@ -118,10 +118,12 @@ class MachineTable:
     def _too_few_gpus(self, found: dict[int, MachineFacts], spec: MeshSpec) -> str | None:
         for host, facts in found.items():
             wanted = len(self._ranks.on_host(host))
-            if spec.device == "cuda" and wanted > len(facts.gpus):
+            busy = [gpu.busy_by for gpu in facts.gpus if gpu.busy_by]
+            if spec.device == "cuda" and wanted > len(facts.gpus) - len(busy):
+                others = f", of which others use {len(busy)} ({', '.join(sorted(set(busy)))})" if busy else ""
                 return (
-                    f"{self.name(host)} has {len(facts.gpus)} GPUs, and {wanted} ranks are to run there, each on one; "
-                    "ask for fewer per machine, or for device cpu"
+                    f"{self.name(host)} has {len(facts.gpus)} GPUs{others}, and {wanted} ranks are to run there, each "
+                    "on one; ask for fewer per machine, or for device cpu"
                 )
         return None
 

@@ -62,6 +62,10 @@ def test_logs_are_searched_on_the_machines_and_equal_lines_of_both_are_one(mesh:
     assert [hit.ranks for hit in mesh.logs(grep="^searched: all", ranks=(1, 2))] == [(1, 2)]
 
 
+def test_nccl_uses_the_interface_by_which_the_machines_reach_each_other(mesh: Mesh) -> None:
+    assert mesh.run("__import__('os').environ['NCCL_SOCKET_IFNAME']").values.same() == "=eth0"
+
+
 def test_nothing_of_the_secret_is_in_a_command_line_or_an_environment(mesh: Mesh, bed: Bed) -> None:
     token = mesh.session.connection.connection_info.token
     for name in bed.running:

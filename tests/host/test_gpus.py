@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshbook.host.gpus import GpuSample, GpuSampler, Nvml, count_gpus, num_visible
+from meshbook.host import gpus
+from meshbook.host.gpus import GpuSample, GpuSampler, Nvml, count_gpus, find_others_gpus, num_visible
 from tests.budget import WAIT_S
 
 UUID = "8f1c2f4e-0000-1111-2222-333344445555"
@@ -50,6 +53,58 @@ def test_a_gpu_is_found_by_its_uuid_once_and_asked_each_time() -> None:
 def test_what_the_driver_does_not_say_is_none() -> None:
     assert Nvml(FakeLibrary(tells_utilization=False)).sample(UUID) == GpuSample(3 << 30, 80 << 30, None)
     assert Nvml(FakeLibrary()).sample("MIG-other") is None
+
+
+class SharedMachine(FakeLibrary):
+    """Four GPUs, and the pids of what computes on each."""
+
+    def __init__(self, *pids: list[int]) -> None:
+        super().__init__()
+        self._pids = dict(zip("abcd", pids, strict=True))
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._pids)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return "abcd"[index]
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
+        return uuid.removeprefix("GPU-")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
+        if handle == "d":
+            raise self.NVMLError("not supported")  # as of a device that is divided
+        return [SimpleNamespace(pid=pid) for pid in self._pids[handle]]
+
+
+def test_gpus_on_which_others_compute_are_told_from_those_of_ones_own_and_idle_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    owners = {10: "", 11: "alice"}  # as `_owner` says
+    monkeypatch.setattr(gpus, "_owner", owners.__getitem__)
+    others = find_others_gpus(Nvml(SharedMachine([10], [10, 11], [], [11])))
+    assert others is not None
+    assert others.free == ("GPU-a", "GPU-c", "GPU-d")
+    assert str(others) == "1 GPU busy (alice)"
+    assert find_others_gpus(Nvml(SharedMachine([10], [], [], []))) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # somebody has chosen
+    assert find_others_gpus(Nvml(SharedMachine([10], [11], [], []))) is None
+
+
+def test_a_process_of_another_user_is_his_and_ones_own_or_an_unknown_one_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = os.getuid()
+    assert gpus._owner(os.getpid()) == ""
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    assert gpus._owner(os.getpid()) == pwd.getpwuid(own).pw_name
+    gone = 2**22 + 1  # beyond any pid
+    monkeypatch.setattr(gpus, "_FIRST_PID_NAMESPACE", 0)
+    assert gpus._owner(gone) == ""  # a container: whose it is cannot be told
 
 
 def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

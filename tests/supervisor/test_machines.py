@@ -28,6 +28,14 @@ def test_equal_machines_fit_and_builds_of_one_version_count_as_equal() -> None:
     assert problem({}, {"torch": "2.13.0+cu130", "python": "3.11.2", "driver": "580.1"}) is None
 
 
+def test_gpus_that_others_use_are_not_counted() -> None:
+    busy = GpuFacts("H100", 80 << 30, 9 << 30, "alice")
+    assert problem({"gpus": (GPU, GPU, busy)}, {"gpus": (GPU, GPU)}, device="cuda") is None
+    text = problem({"gpus": (GPU, GPU)}, {"gpus": (busy, GPU)}, device="cuda")
+    assert text is not None
+    assert text.startswith("n2 has 2 GPUs, of which others use 1 (alice), and 2 ranks are to run there, each on one;")
+
+
 def test_different_versions_are_shown_as_a_table() -> None:
     text = problem({"python": "3.12.1"}, {"torch": "2.11.0"})
     assert text is not None

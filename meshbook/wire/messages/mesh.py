@@ -37,6 +37,7 @@ class GpuFacts(Struct, frozen=True, gc=False):
     name: str
     total_bytes: int
     free_bytes: int
+    busy_by: str = ""  # who else computes on it, and ranks leave it alone; "": nobody
 
 
 class MachineFacts(Struct, frozen=True, gc=False):
