@@ -74,6 +74,18 @@ def _check(probe: Probe, here: MachineFacts) -> Iterator[CheckResult]:
 
 
 def _check_pairs(probes: list[Probe]) -> Iterator[CheckResult]:
+    """Check that machines are different ones, and that each can connect to each other one."""
+    ways = [(probe, other, why) for probe in probes for other, why in probe.no_way_to.items()]
+    for probe, other, why in ways:
+        yield CheckResult(
+            "missing",
+            str(probe.machine),
+            f'cannot connect to {other} ("{why}")',
+            "ranks on the two could not form a process group: open all ports between the machines (a firewall?)",
+        )
+    reached = [probe for probe in probes if probe.facts is not None]
+    if len(reached) > 1 and not ways:
+        yield CheckResult("ok", ", ".join(str(probe.machine) for probe in reached), "each can connect to the others")
     names: dict[str, str] = {}
     for probe in probes:
         if probe.facts is not None:

@@ -26,6 +26,7 @@ from meshbook.rank.previews import expressions
 from meshbook.wire import messages
 
 _STOP_TIMEOUT_S = 15.0
+_QUERY_TIMEOUT_S = 3.0
 _PULL_INLINE_BYTES = 1 << 16
 
 
@@ -75,9 +76,7 @@ class Session:
     # ---- start, stop, detach
 
     def start(self, axes: MeshAxes, spec: messages.MeshSpec, *, timeout_s: float) -> messages.MeshReady:
-        """Start the ranks and wait until their process group is ready. Blocks.
-
-        In a launcher's queue the time does not count.
+        """Start the ranks and wait until their process group is ready. Blocks. A launcher's queue does not count.
 
         Raises:
             StartError: they did not start; nothing is left running.
@@ -88,10 +87,11 @@ class Session:
         try:
             ready = _request_start(self.connection, command, timeout_s)
         except TimeoutError:
+            advice = _network_advice(self.connection) if spec.on else ""
             self.stop()
             raise StartError(
-                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped; give them more time "
-                "with start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
+                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped{advice}; give them more "
+                "time with start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
             ) from None
         except NotAttached as error:
             raise StartError(str(error)) from error
@@ -343,6 +343,19 @@ def _has_other_machines(info: messages.MeshInfo) -> bool:
 
 def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
     return MeshAxes.of(dict(info.spec.axes)) if info.spec is not None else None
+
+
+def _network_advice(connection: SupervisorConnection) -> str:
+    """Return what to look at, after a sentence, if a start waits though all machines have come; else ""."""
+    command = messages.QueryHosts(call=connection.next_call_id())
+    try:
+        hosts: tuple[messages.HostInfo, ...] = connection.request(command).result(_QUERY_TIMEOUT_S).hosts
+    except (MeshbookError, TimeoutError):
+        return ""
+    if len(hosts) < 2 or any(host.state != "ready" for host in hosts):
+        return ""
+    places = ", ".join(f"{host.name} at {host.facts.address}" for host in hosts if host.facts is not None)
+    return f". All machines have come ({places}): can they connect to each other? meshbook doctor tries it"
 
 
 def _request_start(

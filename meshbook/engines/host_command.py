@@ -62,8 +62,13 @@ class HostCommand(HostLaunch):
     def _error_file(self) -> int | IO[bytes]:
         return subprocess.PIPE if self._log is None else open(self._log, "wb")
 
+    def ask(self, line: bytes, timeout_s: float) -> bytes:
+        """Write a line to the module, and return the line that it answers, or what came of it. Raises StartError."""
+        self._write(line + b"\n")
+        return self._read_line(time.monotonic() + timeout_s)
+
     def _read_line(self, deadline: float) -> bytes:
-        """Return the module's first line; what came before the end or the deadline if there is none."""
+        """Return the module's next line, or its first; what came before the end or the deadline if there is none."""
         assert self.process is not None
         assert self.process.stdout is not None
         data = b""

@@ -14,8 +14,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -33,10 +35,13 @@ from meshbook.wire.remote_start import (
     RemoteHello,
     RemoteStart,
     SupervisorAddress,
+    TryWays,
+    WaysTried,
 )
 
 # Seconds that the host of the same number that was here before has to end, with its ranks, after SIGKILL.
 _END_TIMEOUT_S = 5.0
+_TRY_TIMEOUT_S = 3.0
 
 
 def main() -> None:
@@ -53,8 +58,7 @@ def main() -> None:
     raise_fd_limit()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     if options.facts_only:
-        _write_line(RemoteHello(facts=gather_facts(launch_address())))
-        _echo()
+        _be_looked_at()
         return
     try:
         folder = _claim_folder(f"{options.mesh}.h{options.host}")
@@ -115,6 +119,31 @@ def _claim_folder(name: str) -> Path:
         return folders.claim_folder(name)
 
 
+def _be_looked_at() -> None:
+    """Say what this machine has; then try the ways to others, if that is asked for, and serve a measurement."""
+    facts = gather_facts(launch_address())
+    listener: socket.socket | None = None
+    with contextlib.suppress(OSError):
+        listener = socket.create_server((facts.address, 0))  # the system answers who connects
+    _write_line(RemoteHello(facts=facts, port=listener.getsockname()[1] if listener is not None else 0))
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    with ThreadPoolExecutor() as threads:
+        problems = threads.map(_try_way, msgspec.json.decode(line, type=TryWays).places)
+        _write_line(WaysTried(tuple(problems)))
+    _echo()
+
+
+def _try_way(place: tuple[str, int]) -> str:
+    """Connect to a machine; return why that did not work, "" if it did. Blocks, for some seconds at most."""
+    try:
+        socket.create_connection(place, timeout=_TRY_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _echo() -> None:
     """Send back what arrives on standard input, for a measurement of the connection."""
     while piece := os.read(sys.stdin.fileno(), 1 << 20):
@@ -123,8 +152,8 @@ def _echo() -> None:
             view = view[os.write(sys.stdout.fileno(), view) :]
 
 
-def _write_line(hello: RemoteHello) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(hello) + b"\n")
+def _write_line(message: RemoteHello | WaysTried) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 

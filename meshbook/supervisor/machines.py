@@ -89,6 +89,15 @@ class MachineTable:
             reason=self.lost.get(host, ""),
         )
 
+    def network_advice(self) -> str:
+        """Return what to look at if ranks do not reach each other; "": they are on one machine."""
+        found = {host: facts for host, facts in sorted(self._facts.items()) if facts is not None}
+        if self._address is None or len(found) < 2:
+            return ""
+        machines = ", ".join(f"{self.name(host)} at {facts.address}" for host, facts in found.items())
+        look = f"; meshbook doctor --on {self._address.scheme}://… tries it" if self._address.machines else ""
+        return f"\nThe machines must reach each other at any port ({machines}): is there a firewall between them?{look}"
+
     def problem(self, spec: MeshSpec) -> str | None:
         """Return why ranks cannot start on these machines together, and what to do; None: they can."""
         found = {host: facts for host, facts in sorted(self._facts.items()) if facts is not None}

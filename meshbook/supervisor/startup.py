@@ -88,7 +88,7 @@ class MeshStartup:
 
     def _groups_formed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
         if failure := self._groups.formed(parts, call.failure):
-            return self.fail(f"the process group was not formed: {failure}")
+            return self.fail(f"the process group was not formed: {failure}{self._machines.network_advice()}")
         if self._pending is None:
             return []  # the start failed meanwhile
         client, command, since = self._pending

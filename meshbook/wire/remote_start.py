@@ -27,6 +27,19 @@ class RemoteHello(Struct, frozen=True):
     facts: MachineFacts | None = None
     folder: str = ""  # where it expects the supervisor's sockets
     problem: str = ""  # why it cannot be a host
+    port: int = 0  # where it listens, at its facts' address, for others to try the way; 0: it does not
+
+
+class TryWays(Struct, frozen=True):
+    """To a machine that is only looked at: connect to others, and say whether that worked."""
+
+    places: tuple[tuple[str, int], ...]  # addresses and ports
+
+
+class WaysTried(Struct, frozen=True):
+    """From it."""
+
+    problems: tuple[str, ...]  # one for each place; "": there is a way
 
 
 class SupervisorAddress(Struct, frozen=True):

@@ -180,10 +180,33 @@ def test_ssh_is_asked_for_a_quick_cipher_unless_somebody_has_named_ciphers(bed: 
         config.write_text(text)
 
 
+@pytest.mark.thorough
+def test_machines_that_cannot_reach_each_other_are_named_by_the_doctor_and_by_the_start(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meshbook.toml").write_text("start_timeout_s = 30")
+    bed.run("n1", "ip", "route", "add", "unreachable", "10.77.0.2/32")
+    try:
+        command = [sys.executable, "-m", "meshbook", "doctor", "--on", "ssh://n1,n2"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+        assert done.returncode == 1
+        assert 'MISSING n1  cannot connect to n2 ("' in done.stdout
+        with pytest.raises(StartError, match=r"n1 at 10.77.0.1, n2 at 10.77.0.2\): can they connect to each other\?"):
+            create_mesh(2, on="ssh://n1,n2")  # what n2 sends is not answered, so its ranks wait
+        bed.run("n2", "ip", "route", "add", "unreachable", "10.77.0.1/32")
+        with pytest.raises(StartError, match=r"n1 at 10.77.0.1, n2 at 10.77.0.2\): is there a firewall between them\?"):
+            create_mesh(2, on="ssh://n1,n2")  # ranks fail
+    finally:
+        bed.run("n2", "ip", "route", "flush", "type", "unreachable")
+        bed.run("n1", "ip", "route", "del", "unreachable", "10.77.0.2/32")
+
+
 def test_doctor_looks_at_machines(bed: Bed) -> None:
-    command = [sys.executable, "-m", "meshbook", "doctor", "--on", "ssh://n1,locked"]
+    command = [sys.executable, "-m", "meshbook", "doctor", "--on", "ssh://n1,n2,locked"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 1
     assert "ok      n1" in done.stdout
-    assert "MB/s" in done.stdout
+    assert done.stdout.count("MB/s") == 2
+    assert "n1, n2  each can connect to the others" in done.stdout
     assert "MISSING locked  refused to let you log in" in done.stdout
