@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from meshbook.wire.processes import ProcessIdentity, is_on_other_host, is_runnin
 
 FORMAT = 1
 MANIFEST = "meshbook.json"
+_SHARE = "save to a path that all machines share, the notebook's own too"
 SAVING_PREFIX = ".saving-"
 _REPLACED_PREFIX = ".replaced-"
 _DISCARDED_PREFIX = ".discarded-"
@@ -211,6 +213,18 @@ def begin(path: str, save: str, step: int | None, owner: ProcessIdentity, *, ove
     return folder
 
 
+def check_shared(folder: Path) -> None:
+    """Raise CheckpointError if a save's folder here is not that of rank 0, on another machine. It is then removed."""
+    if (folder / _OWNER).exists():
+        return
+    with contextlib.suppress(OSError):  # whoever has something in them keeps it
+        folder.rmdir()
+        folder.parent.rmdir()
+    raise CheckpointError(
+        f"{folder.parent} on {socket.gethostname()} is another folder than the one of rank 0; {_SHARE}"
+    )
+
+
 def _check_free(path: Path, step: int) -> None:
     name = folder_name(step)
     if (path / name).exists() or (path / f"{name}{_NEW}").exists():
@@ -263,6 +277,8 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
         CheckpointError: a file is not as reported, or there is a checkpoint of this step; nothing was committed.
     """
     path = folder.parent
+    if not path.exists():
+        raise CheckpointError(f"{path} is not on {socket.gethostname()}, where the supervisor runs; {_SHARE}")
     if not folder.exists() and (committed := _find_committed(path, manifest)) is not None:
         return committed
     check_sizes(CheckpointEntry(folder, manifest))

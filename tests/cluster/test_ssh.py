@@ -17,8 +17,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.engines.addresses import Address
 from meshbook.engines.ssh import SshConnection
-from meshbook.errors import StartError
-from tests.budget import when
+from meshbook.errors import CheckpointError, StartError
+from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
@@ -64,6 +64,14 @@ def test_logs_are_searched_on_the_machines_and_equal_lines_of_both_are_one(mesh:
 
 def test_nccl_uses_the_interface_by_which_the_machines_reach_each_other(mesh: Mesh) -> None:
     assert mesh.run("__import__('os').environ['NCCL_SOCKET_IFNAME']").values.same() == "=eth0"
+
+
+def test_a_checkpoint_to_a_folder_that_machines_do_not_share_says_so(mesh: Mesh, bed: Bed) -> None:
+    mesh.run("model = torch.nn.Linear(2, 2)")
+    with pytest.raises(CheckpointError, match="not-shared on n2 is another folder than the one of rank 0; save"):
+        mesh.checkpoint("/tmp/not-shared", "model").result(WAIT_S)
+    assert "not-shared" not in bed.run("n2", "ls", "/tmp")
+    assert mesh.checkpoint(str(bed.folder / "shared"), "model").result(WAIT_S).world_size == 4
 
 
 def test_nothing_of_the_secret_is_in_a_command_line_or_an_environment(mesh: Mesh, bed: Bed) -> None:

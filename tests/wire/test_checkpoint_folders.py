@@ -374,3 +374,16 @@ def test_a_rank_that_still_writes_cannot_put_a_file_into_a_discarded_folder(
     monkeypatch.undo()
     assert len(errors) == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_another_machine_does_not_share_is_named_and_removed_there(tmp_path: Path) -> None:
+    folder = folders.begin(str(tmp_path / "run"), "a-1", 1, identify(os.getpid()), overwrite=False)
+    folders.check_shared(folder)
+    elsewhere = folders.saving_folder(str(tmp_path / "n2" / "run"), "a-1")
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is another folder than the one of rank 0; save to a path that all"):
+        folders.check_shared(elsewhere)
+    assert list((tmp_path / "n2").iterdir()) == []
+    nowhere = folders.saving_folder(str(tmp_path / "nowhere"), "a-1")
+    with pytest.raises(CheckpointError, match="where the supervisor runs; save to a path that all machines share"):
+        folders.commit(nowhere, manifest(1), overwrite=False)

@@ -114,6 +114,8 @@ class RankCheckpoints:
             try:
                 if self._rank == 0:
                     checkpoint_folders.remove_leftovers(save.command.path, tuple(self._saves))
+                if not save.is_dropped:
+                    checkpoint_folders.check_shared(save.folder)
                 writing.write_part(files, part.plan, staged, save.folder, self._rank)
             finally:
                 save.written.set()
