@@ -108,7 +108,7 @@ def measure(bed: Bed) -> None:
         bed.power_off("n2")
         begun = time.perf_counter()
         assert isinstance(future.exception(WAIT_S), RankLost)
-        print(f"a machine without power is named after {time.perf_counter() - begun:.1f} s")
+        print(f"the ranks of a machine without power are lost after {time.perf_counter() - begun:.1f} s")
         begun = time.perf_counter()
         mesh.stop()
         print(f"the mesh with it is stopped after {time.perf_counter() - begun:.1f} s")
