@@ -6,15 +6,16 @@ Pure: the time is passed in as seconds; the caller shows, asks and sends.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshbook.fold.lines import LineFolder
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
-from meshbook.wire.messages import DebuggerStop, FoldedItem, Line, Text
+from meshbook.wire.messages import DebuggerStop, FoldedItem, Line, RankExited, Text
 
-# Seconds that a prompt waits for further ranks to stop, after the last that did. When all have, it comes at once; with
-# those that go on it may be as late as this, and a busy machine keeps ranks of one line that far apart.
-_STOPS_S = 0.5
+# Seconds that a prompt waits for further ranks to stop, after the first that did. When all have, it comes at once;
+# where some go on, or wait in a collective, it is to be there within 0.3 s. Who stops later joins at the next prompt.
+_STOPS_S = 0.25
 # ... for ranks that were sent a command, which may take a while.
 _COMMAND_S = 1.0
 
@@ -32,7 +33,7 @@ c                             go on; ranks that are not in the prompt stay stopp
 rank 2, ranks 0-3, ranks all  which ranks the next commands go to
 all n                         one command for all that are stopped
 ranks                         where each is stopped
-q                             end the cell on all ranks; nobody is left waiting
+q                             end the cell on all ranks, nobody is left waiting; after %debug: end the look
 """
 
 
@@ -49,6 +50,17 @@ class TypedCommand:
     replies: dict[int, str | None] = field(default_factory=dict)
     items: tuple[FoldedItem, ...] = ()
     ends_call: bool = False
+
+
+def describe_end(title: str, lost: Iterable[RankExited]) -> str:
+    """Return "cell 3 has ended: rank 1 was killed by SIGKILL", for a user who is at its prompt."""
+    ranks = describe_exits(lost)
+    return f"{title} has ended{f': {ranks}' if ranks else ''}"
+
+
+def describe_exits(exits: Iterable[RankExited]) -> str:
+    """Return "rank 1 was killed by SIGKILL, rank 2 exited with code 3"."""
+    return ", ".join(f"rank {exited.rank} {exited.description}" for exited in exits)
 
 
 class DebuggerPrompt:
@@ -92,11 +104,12 @@ class DebuggerPrompt:
 
     def add(self, rank: int, stop: DebuggerStop, now: float) -> None:
         """Record that a rank waits for a command."""
+        if not self._stopped:
+            self._due_at = max(now + _STOPS_S, self._due_at if self._due_at < float("inf") else 0.0)
         self._stopped[rank] = stop
         self._returning.discard(rank)
         self._unshown[rank] = self._unshown.get(rank, "") + stop.text
         self._awaited.discard(rank)
-        self._due_at = max(now + _STOPS_S, self._due_at if self._due_at < float("inf") else 0.0)
 
     def seconds_until_due(self, now: float) -> float | None:
         """Return how long the prompt is to wait for further ranks; None: no rank is stopped."""
@@ -135,7 +148,8 @@ class DebuggerPrompt:
             return self._send(self.stopped, None, now)
         text = line.strip()
         if text in _QUIT:
-            return self.end()
+            is_look_back = all(stop.is_post_mortem for stop in self._stopped.values())
+            return self._send(self.stopped, "c", now) if is_look_back else self.end()
         if text in ("help", "h", "?"):
             return self._say(HELP)
         if text == "ranks":

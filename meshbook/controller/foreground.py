@@ -14,7 +14,7 @@ from typing import Any
 from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.console import Prompter
-from meshbook.controller.debugging import DebuggerPrompt
+from meshbook.controller.debugging import DebuggerPrompt, describe_end
 from meshbook.controller.input_questions import InputQuestions, Question
 from meshbook.controller.pending_requests import stuck_notice
 from meshbook.controller.sigint import SigintLatch
@@ -54,6 +54,26 @@ class _Waiting:
         self.debugger = DebuggerPrompt(command.ranks)
         self.questions = InputQuestions(command.ranks)
         self.sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
+        self._is_asking = False
+
+    def ask(self, prompt: str, password: bool) -> str | None:
+        """Prompt the user, and return what was typed; None: nobody is there. Stop raises KeyboardInterrupt."""
+        if self.on_input is None:
+            return None
+        self._is_asking = True
+        try:
+            with self.sigint.handler_restored():
+                return self.on_input(prompt, password)
+        finally:
+            self._is_asking = False
+
+    def call_ended(self, future: Future[Any]) -> None:
+        """End the wait, and tell a user who is at a prompt. Any thread."""
+        if self._is_asking:
+            lost = () if future.exception() is not None else future.result().lost
+            text = f"{describe_end(getattr(self.command, 'label', '') or 'the call', lost)}; press Enter"
+            self.show((messages.RankDisplay(ranks=self.command.ranks, item=messages.Notice(text)),))
+        self.inbox.put(None)
 
     def show(self, items: tuple[messages.FoldedItem, ...]) -> None:
         if self.on_output is not None:
@@ -196,7 +216,7 @@ class ForegroundCalls:
     def _read_inbox(self, waiting: _Waiting, future: Future[Any]) -> None:
         """Handle what arrives for a call, on this thread, until the call has ended."""
         command, inbox, sigint = waiting.command, waiting.inbox, waiting.sigint
-        future.add_done_callback(lambda _: inbox.put(None))
+        future.add_done_callback(waiting.call_ended)
         while True:
             try:
                 item = inbox.get(timeout=self._seconds_to_wait(waiting))
@@ -244,9 +264,9 @@ class ForegroundCalls:
         """Ask the user the oldest question of ranks, unless Stop has ended the call; send all of them the answer."""
         question, text = waiting.questions.pop(), None
         try:
-            if waiting.on_input is not None and not self.was_interrupted(waiting.command.call):
-                with waiting.sigint.handler_restored(), contextlib.suppress(EOFError):
-                    text = waiting.on_input(f"[{name_ranks(question.ranks)}] {question.prompt}", question.password)
+            if not self.was_interrupted(waiting.command.call):
+                with contextlib.suppress(EOFError):
+                    text = waiting.ask(f"[{name_ranks(question.ranks)}] {question.prompt}", question.password)
         except KeyboardInterrupt:
             self.interrupt()
         waiting.questions.answered(question, text)
@@ -271,9 +291,7 @@ class ForegroundCalls:
         if not is_ending:
             waiting.show(debugger.pop_text(time.monotonic()))
             try:
-                if waiting.on_input is not None:
-                    with waiting.sigint.handler_restored():
-                        line = waiting.on_input(debugger.prompt(), False)
+                line = waiting.ask(debugger.prompt(), False)
             except (EOFError, KeyboardInterrupt):
                 is_ending = True
         typed = debugger.end() if is_ending else debugger.typed(line, time.monotonic())

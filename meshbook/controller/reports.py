@@ -265,7 +265,7 @@ def health_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
     rows = tuple(
         (
             str(rank.rank),
-            ", ".join([*describe_activity(rank), *(["asks for input()"] if rank.awaiting_input else [])]),
+            ", ".join([*describe_activity(rank), *(["waits for somebody to type"] if rank.awaiting_input else [])]),
             f"{rank.waits_in} since {format_age(snapshot.at - rank.waits_since)}"
             if rank.waits_in and rank.waits_since is not None
             else "",

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from meshbook.controller.console import Console, Prompter, find_prompter
-from meshbook.controller.debugging import DebuggerPrompt
+from meshbook.controller.debugging import DebuggerPrompt, describe_end, describe_exits
 from meshbook.controller.session import Session
 from meshbook.errors import MeshbookError, MeshTimeout, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
@@ -172,9 +172,9 @@ class RunningDebugger:
             self._note(f"{self._describe(item)}; press Enter")
 
     def _describe(self, item: messages.DebuggedCallEnded | tuple[messages.RankExited, ...]) -> str:
-        exits = item.lost if isinstance(item, messages.DebuggedCallEnded) else item
-        lost = ", ".join(f"rank {exited.rank} {exited.description}" for exited in exits)
-        return f"{self._title} has ended{f': {lost}' if lost else ''}" if exits is not item else lost
+        if isinstance(item, messages.DebuggedCallEnded):
+            return describe_end(self._title, item.lost)
+        return describe_exits(item)
 
     def _serve(self) -> None:
         while not self._is_done:

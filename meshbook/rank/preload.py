@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from meshbook.ids import CallId
 from meshbook.rank.cells.code_runner import CodeRunner
@@ -30,6 +31,8 @@ def preload() -> None:
         introspection.complete(shell, "sys.st", 6)
         introspection.inspect(shell, "print", 5, 1)
     finally:
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # nothing has failed on any rank yet
+            vars(sys).pop(name, None)
         shell.close()
         output.uninstall()
         os.environ.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from meshbook.controller.debugging import DebuggerPrompt
 from meshbook.fold.rendering import render_line
 from meshbook.wire.messages import DebuggerStop, FoldedItem, Line
@@ -27,7 +29,7 @@ def shown(items: tuple[FoldedItem, ...]) -> list[str]:
 
 def test_the_prompt_comes_at_once_when_all_ranks_have_stopped() -> None:
     prompt = stopped(0, 1, 2)
-    assert prompt.seconds_until_due(0.0) == 0.5
+    assert prompt.seconds_until_due(0.0) == 0.25
     prompt.add(3, stop_at(4), 0.1)
     assert prompt.seconds_until_due(0.1) == 0
 
@@ -35,10 +37,11 @@ def test_the_prompt_comes_at_once_when_all_ranks_have_stopped() -> None:
 def test_the_prompt_waits_a_little_for_ranks_that_may_stop_too() -> None:
     assert DebuggerPrompt(RANKS).seconds_until_due(5.0) is None
     prompt = stopped(1)
-    assert prompt.seconds_until_due(0.45) is not None
-    assert prompt.seconds_until_due(0.6) == 0
-    assert prompt.prompt() == "(rank 1 · h lists the commands · 0,2-3 not stopped) "
-    assert prompt.prompt() == "(rank 1 · 0,2-3 not stopped) "
+    assert prompt.seconds_until_due(0.2) == pytest.approx(0.05)
+    prompt.add(0, stop_at(4), 0.2)
+    assert prompt.seconds_until_due(0.25) == 0  # after the first that stopped: the prompt is there within 0.3 s
+    assert prompt.prompt() == "(ranks 0-1 · h lists the commands · 2-3 not stopped) "
+    assert prompt.prompt() == "(ranks 0-1 · 2-3 not stopped) "
 
 
 def test_what_ranks_say_is_folded() -> None:
@@ -102,6 +105,15 @@ def test_quitting_ends_the_call_for_all() -> None:
         typed = stopped(0, 2).typed(line, 0.0)
         assert typed.ends_call
         assert typed.replies == {0: None, 2: None}
+
+
+def test_quitting_a_look_at_a_failure_has_the_ranks_end_it_by_themselves() -> None:
+    prompt = DebuggerPrompt(RANKS)
+    for rank in (0, 1):
+        prompt.add(rank, DebuggerStop(place="cell 1, line 4", text="", is_post_mortem=True), 0.0)
+    typed = prompt.typed("q", 1.0)
+    assert not typed.ends_call
+    assert typed.replies == {0: "c", 1: "c"}
 
 
 def test_places_are_listed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -35,6 +37,9 @@ t.item()
 @pytest.fixture(scope="module")
 def front(run: object) -> Iterator[FrontEnd]:
     with kernel() as front:
+        # A busy machine keeps ranks of one line apart: the prompt waits longer for all of them than it does for users.
+        patience = "from meshbook.controller import debugging\ndebugging._STOPS_S = 1.0"
+        assert front.run(f"%%controller\n{patience}").status == "ok"
         assert front.run("import time").status == "ok"
         yield front
 
@@ -62,6 +67,11 @@ def begin(front: FrontEnd, source: str) -> Cell:
     when(front.client.stdin_channel.msg_ready, "the prompt")  # type: ignore[union-attr]
     front.wait_until_shown(cell, lambda cell: "stopped " in cell.stdout)
     return cell
+
+
+def test_a_rank_that_has_had_no_failure_says_so(front: FrontEnd) -> None:
+    # First of all: each Stop of a later test is a failure.
+    assert "Nothing has failed on this rank yet." in debug(front, "%mesh postmortem 1").stdout
 
 
 def test_all_ranks_stop_at_one_prompt_and_answers_are_folded(front: FrontEnd) -> None:
@@ -128,8 +138,19 @@ def test_a_failure_is_looked_into_on_the_ranks_that_have_it(front: FrontEnd) -> 
     cell = debug(front, "%debug", "p a", "u", "c")
     assert "stopped at cell" in cell.stdout
     assert front.input_requests[0]["prompt"].startswith("(rank 0 · ")
-    cell = debug(front, "%mesh postmortem 0", "p a", "c")
-    assert "0\n" in cell.stdout
+    for _ in range(2):  # leaving by `q` is no failure, and the next look is at the same one
+        cell = debug(front, "%mesh postmortem 0", "p a", "q")
+        assert "0\n" in cell.stdout
+        assert cell.status == "ok"
+
+
+def test_a_stop_while_one_looks_at_a_failure_leaves_it_to_be_looked_at(front: FrontEnd) -> None:
+    front.run("def f(a):\n    return 1 / a\nf(rank)")
+    cell = begin(front, "%debug")
+    front.interrupt()
+    front.wait(cell)
+    cell = debug(front, "%mesh postmortem 0", "p a", "q")
+    assert "ZeroDivisionError: division by zero\n" in cell.stdout
 
 
 def test_functions_that_a_controller_cell_runs_on_the_ranks_stop_too(front: FrontEnd) -> None:
@@ -147,8 +168,22 @@ def test_a_cell_in_the_background_says_that_nobody_gives_commands(front: FrontEn
 
 
 def test_a_front_end_without_input_is_told_how_to_pass_breakpoints_by(front: FrontEnd) -> None:
-    cell = front.wait(front.send("breakpoint()", allow_stdin=False))
-    assert "nobody to give the debugger commands" in cell.traceback
+    for source in ("breakpoint()", "%%mesh --break\n1"):
+        cell = front.wait(front.send(source, allow_stdin=False))
+        assert "nobody to give the debugger commands" in cell.traceback
+        assert "MESHBOOK_BREAKPOINT=0" in cell.traceback
+        assert "meshbook/rank" not in cell.traceback
+
+
+def test_a_rank_that_is_killed_meanwhile_is_told_of_at_the_prompt(front: FrontEnd) -> None:
+    pid = front.pids()["rank 1"]
+    cell = begin(front, ONE_IN_A_COLLECTIVE)
+    os.kill(pid, signal.SIGKILL)
+    front.wait_until_shown(cell, lambda cell: "has ended: rank 1 was killed by SIGKILL; press Enter" in cell.text)
+    front.input_replies[:] = [""]
+    assert front.wait(cell).reply["ename"] == "RankLost"
+    front.run("%mesh heal")
+    debug(front, "1")
 
 
 def test_why_names_the_rank_that_waits_in_the_debugger(front: FrontEnd) -> None:

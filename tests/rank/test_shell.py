@@ -436,6 +436,16 @@ def test_breakpoints_are_passed_by_where_the_environment_says_so(
     assert rank.ok("breakpoint()\n5").result == 5
 
 
+def test_what_else_would_stop_is_passed_by_too_as_the_error_promises(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHBOOK_BREAKPOINT", "0")
+    assert rank.ok("5", stop_first=True).result == 5
+    source = "import pdb\ntry:\n    1 / 0\nexcept ZeroDivisionError as error:\n    pdb.post_mortem(error)\n6"
+    assert rank.ok(source).result == 6
+    assert rank.ok("import pdb; pdb.pm()").status == "ok"
+
+
 class Dialogue:
     """Gives the debugger of a rank commands, and stores what it said before each."""
 
@@ -977,7 +987,9 @@ def alone(source: str, status: int = 0) -> None:
 
 
 def test_preloading_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    vars(sys).pop("last_value", None)
     before: Callable[[], Any] = lambda: (  # noqa: E731
+        getattr(sys, "last_value", None),
         sys.stdout,
         sys.displayhook,
         sys.modules["__main__"],

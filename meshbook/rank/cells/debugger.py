@@ -55,6 +55,7 @@ class RankDebugger(pdb.Pdb):
         self._seeks_user_code = False  # it stops at the next line of user code
         self._is_stop_wanted: Callable[[], bool] = lambda: True
         self._looked_at: FrameType | None = None  # the frame that commands look at first; None: the innermost
+        self._is_post_mortem = False  # `%debug` looks at a failure
 
     # ---- entering and leaving
 
@@ -105,11 +106,23 @@ class RankDebugger(pdb.Pdb):
             self.botframe = frame
             frame = frame.f_back
 
-    def inspect(self, error: BaseException) -> None:
-        """Look at the frames in which an exception was raised."""
+    def inspect(self, error: BaseException, *, is_all: bool) -> None:
+        """Look at the frames in which an exception was raised.
+
+        Args:
+            is_all: the running cell does nothing else. A Stop ends the look, and is not raised: it would be the last
+                failure from then on.
+        """
         self.message(f"{type(error).__name__}: {message_of(error)}".partition("\n")[0][:500])
         self.reset()
-        self.interaction(None, error.__traceback__)
+        self._is_post_mortem = is_all
+        try:
+            self.interaction(None, error.__traceback__)
+        except KeyboardInterrupt:
+            if not is_all:
+                raise
+        finally:
+            self._is_post_mortem = False
 
     def end(self) -> None:
         """Stop tracing, at the end of a cell: breakpoints end with it."""
@@ -134,7 +147,8 @@ class RankDebugger(pdb.Pdb):
         frame, line = self.stack[self.curindex]
         try:
             place = describe_place(frame, line, self._cell_title)
-            return self._ask(DebuggerStop(text=text, place=place, has_breakpoints=bool(self.breaks)))
+            has_breakpoints, is_post_mortem = bool(self.breaks), self._is_post_mortem
+            return self._ask(DebuggerStop(place, text, has_breakpoints, is_post_mortem))
         except EOFError:
             self.clear_all_breaks()
             return "continue"

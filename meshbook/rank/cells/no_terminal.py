@@ -69,11 +69,15 @@ class TerminalReplacement:
         """Stop at the next line of user code; see `RankDebugger.stop_at_next_line`."""
         self._get_debugger().stop_at_next_line(frame, is_wanted)
 
-    def inspect(self, error: BaseException) -> bool:
-        """Look at the frames of an exception in the debugger. Return False if there is nobody to give it commands."""
+    def inspect(self, error: BaseException, *, is_all: bool = False) -> bool:
+        """Look at the frames of an exception in the debugger. Return False if there is nobody to give it commands.
+
+        Args:
+            is_all: see `RankDebugger.inspect`.
+        """
         if not self._can_debug():
             return False
-        self._get_debugger().inspect(error)
+        self._get_debugger().inspect(error, is_all=is_all)
         return True
 
     def stop_at_first_line(self) -> None:
@@ -82,6 +86,8 @@ class TerminalReplacement:
         Raises:
             MeshbookError: there is nobody to give it commands.
         """
+        if _passes_breakpoints_by():
+            return
         if not self._can_debug():
             raise MeshbookError(self._nobody_to_ask("a cell cannot stop at its first line"))
         self._get_debugger().stop_at_first_line()
@@ -117,15 +123,15 @@ class TerminalReplacement:
         return self._set_trace(_depth=2, header=kwargs.get("header"))
 
     def _set_trace(self, *, header: str | None = None, _depth: int = 1, **_options: Any) -> None:
-        if os.environ.get("MESHBOOK_BREAKPOINT") == "0":
-            return
-        if self.stop_elsewhere(sys._getframe(_depth)):
+        if _passes_breakpoints_by() or self.stop_elsewhere(sys._getframe(_depth)):
             return
         if not self._can_debug():
             raise MeshbookError(self._nobody_to_ask("a breakpoint cannot stop here"))
         self._get_debugger().stop_at(sys._getframe(_depth), header)
 
     def _post_mortem(self, error: Any = None, *_args: Any) -> None:
+        if _passes_breakpoints_by():
+            return
         if error is None:
             error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
@@ -159,6 +165,10 @@ class Exiter(ExitAutocall):
 
     def __call__(self, *_args: Any) -> None:
         self._shell.ask_exit()
+
+
+def _passes_breakpoints_by() -> bool:
+    return os.environ.get("MESHBOOK_BREAKPOINT") == "0"
 
 
 def _refuse_command(_stop: DebuggerStop) -> str:

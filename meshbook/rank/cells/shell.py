@@ -219,7 +219,7 @@ class RankShell(InteractiveShell):
         error = getattr(sys, "last_value", None)
         if error is None:
             print("Nothing has failed on this rank yet.")
-        elif not self.terminal.inspect(error) and force:
+        elif not self.terminal.inspect(error, is_all=force) and force:
             wanted, self.call_pdb = self.call_pdb, False  # with which IPython would call this method again
             try:
                 self.showtraceback()

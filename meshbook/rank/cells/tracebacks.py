@@ -50,7 +50,13 @@ _DEBUGGER_FILES: Final = tuple(str(module.__file__) for module in (bdb, pdb, cmd
 # a defect of Meshbook and retains them.
 _USER_FACING_FILES: Final = tuple(
     os.path.join(_MESHBOOK_FOLDER, "rank", name)
-    for name in ("previews/expressions.py", "cells/code_runner.py", "cells/compiler.py", "interrupt.py")
+    for name in (
+        "previews/expressions.py",
+        "cells/code_runner.py",
+        "cells/compiler.py",
+        "cells/no_terminal.py",
+        "interrupt.py",
+    )
 )
 
 

@@ -74,6 +74,7 @@ class DebuggerStop(Struct, frozen=True, gc=False):
     place: str  # of the frame that commands look at: "cell 12, line 40 in train"
     text: str  # what the last command printed, and where the rank has stopped since
     has_breakpoints: bool = False  # a rank that goes on may stop again
+    is_post_mortem: bool = False  # by %debug: there is nothing that could go on
 
 
 class RankInputRequest(Message):
