@@ -40,7 +40,12 @@ def make(kind, seed=0):
     model = Net()
     model.recomputes = kind == "recomputed"
     if kind == "compiled":
-        model = torch.compile(model, backend="eager")
+        model = torch.compile(model, backend="aot_eager")
+    if kind == "compiled blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    if kind == "compiled in place":
+        model.compile(backend="aot_eager")
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     if kind == "fsdp":
@@ -198,7 +203,22 @@ PLANTED = (
         "model.blocks.1 sqrt (backward)",
     ),
     _forward(
-        "log of 0 in a compiled model", "compiled", "lambda self, h: torch.log(F.relu(h))", "model", "log (forward)"
+        "log of 0 in a compiled model",
+        "compiled",
+        "lambda self, h: torch.log(F.relu(h))",
+        "model.blocks.1 log (forward), cell",
+    ),
+    _forward(
+        "gradient of sqrt at 0 in a block that is compiled in place",
+        "compiled blocks",
+        "lambda self, h: torch.sqrt(h * 0)",
+        "model.blocks.1 sqrt (backward), cell",
+    ),
+    _forward(
+        "log of 0 in a model that is compiled in place",
+        "compiled in place",
+        "lambda self, h: torch.log(F.relu(h))",
+        "the loss, cell",
     ),
     Planted(
         "bad data in one shard",

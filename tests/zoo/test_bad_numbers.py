@@ -48,6 +48,19 @@ def test_a_planted_fault_is_named_first_with_its_rank_and_place(mesh: Mesh, plan
     if not planted.asked:
         assert len(heard(mesh).findings) == 1, found  # by the rank that began it, alone
         assert planted.said[0] in shown
+        assert "Warning" not in shown  # of the search itself
+        assert "Traceback" not in shown
+
+
+def test_a_model_that_is_compiled_in_place_is_not_compiled_anew_and_what_is_not_seen_is_said(mesh: Mesh) -> None:
+    mesh.nan(True)
+    mesh.run("from torch._dynamo.utils import counters\ntrain('compiled in place')\ncounters.clear()", echo=False)
+    mesh.nan(True)
+    beside = "lambda *_: nn.Linear(2, 2)(torch.ones(2))"  # a module that is called without being compiled
+    shown = mesh.run(f"ended = train('compiled in place', after_backward={beside})", echo=False)
+    assert "the sentinel does not see the model's forward: torch.compile" in shown.output
+    assert mesh.run("counters['stats']['unique_graphs']").values.same() == 0
+    assert heard(mesh)
 
 
 def test_a_module_that_is_spread_over_the_mesh_is_watched(mesh: Mesh) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshbook.rank.differences import compiled
 
 
 class Watcher(Protocol):
@@ -36,7 +39,8 @@ class TrainingHooks:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._handles: list[Any] = []
-        self._on_modules: list[Any] = []  # those of the handles that are for all modules; [] within `only_on`
+        self._on_all: list[tuple[dict[int, Any], int, Any]] = []  # the entries of the hooks for all modules
+        self._on_one: Any = None  # the hook of `watch_only`
         self._original_backward: Any = None
         self.is_in_backward = False
         self.failure: Exception | None = None
@@ -47,10 +51,14 @@ class TrainingHooks:
 
     def install(self) -> None:
         self.failure, self.is_in_backward = None, False
-        self._before_forward = self.guarded(self._watcher.before_forward)
         self._after_forward = self.guarded(self._watcher.after_forward)
-        self._handles = [register_optimizer_step_pre_hook(self.guarded(self._watcher.before_update))]
-        self.watch_all()
+        before_forward = self.guarded(self._watcher.before_forward)
+        on_modules = [
+            torch_module.register_module_forward_pre_hook(before_forward),
+            torch_module.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+        ]
+        self._on_all = [entry for handle in on_modules for entry in _entries_of(handle)]
+        self._handles = [*on_modules, register_optimizer_step_pre_hook(self.guarded(self._watcher.before_update))]
         original = self._original_backward = torch.Tensor.backward
         before_backward = self.guarded(self._watcher.before_backward)
 
@@ -64,39 +72,35 @@ class TrainingHooks:
                 self.is_in_backward = False
 
         torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
-
-    def watch_all(self) -> None:
-        """Call the watcher for every module, from the next one that begins."""
-        if not self._on_modules:
-            self._on_modules = [
-                torch_module.register_module_forward_pre_hook(self._before_forward),
-                torch_module.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            ]
+        warnings.filterwarnings("ignore", compiled.HOOKS_WARNING)
 
     def watch_only(self, module: nn.Module) -> None:
-        """Until `watch_all`, call the watcher for this module alone, which has begun: at its end.
+        """Until `end_watching_only`, call the watcher for this module alone, which has begun: at its end.
 
         Modules within it are called as fast as without hooks.
         """
-        self._remove_from_modules()
-        handle = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-        self._on_modules = [handle]
+        for hooks, key, _ in self._on_all:
+            hooks.pop(key, None)
+        self._on_one = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
     def end_watching_only(self) -> None:
-        """After `watch_only`, at the end of that module or later."""
-        self._remove_from_modules()
-        self.watch_all()
+        """After `watch_only`, at the end of that module or later.
 
-    def _remove_from_modules(self) -> None:
-        for handle in self._on_modules:
-            handle.remove()
-        self._on_modules = []
+        The hooks for all modules get the keys that they had: code that is compiled while they are there is compiled
+        anew for other ones, at every step.
+        """
+        if self._on_one is not None:
+            self._on_one.remove()
+            self._on_one = None
+            for hooks, key, value in self._on_all:
+                hooks[key] = value
 
     def remove(self) -> None:
-        self._remove_from_modules()
+        self.end_watching_only()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._on_all = [], []
+        warnings.filters[:] = [each for each in warnings.filters if not _is_about_hooks(each)]  # type: ignore[index]
         torch.Tensor.backward = self._original_backward  # type: ignore[method-assign]
 
     def guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
@@ -113,3 +117,14 @@ class TrainingHooks:
                 self.failure = error
 
         return run
+
+
+def _is_about_hooks(warning_filter: Any) -> bool:
+    return getattr(warning_filter[1], "pattern", "") == compiled.HOOKS_WARNING
+
+
+def _entries_of(handle: Any) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """Yield where torch has a hook, with what: the dictionary, the key, the value."""
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        if (hooks := reference()) is not None and handle.id in hooks:
+            yield hooks, handle.id, hooks[handle.id]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,16 +152,10 @@ def first_bad_operation(call: ModuleCall, stack: ModuleStack, *, backward: bool)
     if not call.may_rerun():
         return None
     try:
-        with _as_it_was(call):
-            anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-            torch.autograd.set_detect_anomaly(backward or anomaly[0], check_nan=False)
-            try:
-                with _Watch(stack, sys._getframe()):
-                    outputs = list(tensors_in(call.module(*call.args, **call.kwargs)))
-                    if backward:
-                        _go_back(call, outputs)
-            finally:
-                torch.autograd.set_detect_anomaly(*anomaly)
+        with _as_it_was(call), _anomalies_noted(backward), _Watch(stack, sys._getframe()):
+            outputs = list(tensors_in(call.module(*call.args, **call.kwargs)))
+            if backward:
+                _go_back(call, outputs)
     except _Found as found:
         return found.operation
     except Exception:  # the user's forward may not bear to be called again
@@ -177,10 +172,9 @@ def first_bad_of(
         args: its tensors; a gradient is computed for those and for parameters.
         gradient: what came back to its first output; None: forward only.
     """
-    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    is_back = gradient is not None
     try:
-        torch.autograd.set_detect_anomaly(gradient is not None or anomaly[0], check_nan=False)
-        with torch.set_grad_enabled(gradient is not None), _Watch(stack, sys._getframe()):
+        with torch.set_grad_enabled(is_back), _run_quietly(), _anomalies_noted(is_back), _Watch(stack, sys._getframe()):
             output = next(tensors_in(forward()), None)
             if gradient is not None and output is not None:
                 inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
@@ -189,8 +183,6 @@ def first_bad_of(
         return found.operation
     except Exception:
         return None
-    finally:
-        torch.autograd.set_detect_anomaly(*anomaly)
     return None
 
 
@@ -218,6 +210,31 @@ def _go_back(call: ModuleCall, outputs: list[torch.Tensor]) -> list[torch.Tensor
 
 
 @contextlib.contextmanager
+def _anomalies_noted(backward: bool) -> Iterator[None]:
+    """Have autograd note the line that makes each node, if there is to be a backward."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(backward or before[0], check_nan=False)
+    try:
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(*before)
+
+
+@contextlib.contextmanager
+def _run_quietly() -> Iterator[None]:
+    """Have compiled code run operation by operation, and no warnings, which the user has had or which are about this.
+
+    Anomaly detection warns, with all frames, of the exception that ends the search.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" in sys.modules:  # which takes seconds to import, and without which nothing is compiled
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextlib.contextmanager
 def _as_it_was(call: ModuleCall) -> Iterator[None]:
     """Restore generators, autograd and autocast as they were at the call, and afterwards as they are now."""
     buffers = [(buffer, buffer.clone()) for buffer in call.module.buffers()]
@@ -231,6 +248,7 @@ def _as_it_was(call: ModuleCall) -> Iterator[None]:
         with (
             torch.set_grad_enabled(call.grad_enabled),
             torch.autocast(device_type, dtype=dtype, enabled=enabled),
+            _run_quietly(),
         ):
             yield
     finally:

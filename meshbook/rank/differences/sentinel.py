@@ -30,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import message_of
 from meshbook.rank import scalars
-from meshbook.rank.differences import losses, numbers, rerun
+from meshbook.rank.differences import compiled, losses, numbers, rerun
 from meshbook.rank.differences.explosions import GradientNorms
 from meshbook.rank.differences.hooks import TrainingHooks
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
-from meshbook.rank.differences.wording import ModuleNames, with_text
+from meshbook.rank.differences.wording import ModuleNames, with_text, without_wrappers
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.wire.messages import NumberFinding, SentinelReport
@@ -130,6 +130,7 @@ class Sentinel:
             isinstance(module, DistributedDataParallel)  # what it wraps is a model without collectives
             or self._hooks.is_in_backward  # of a checkpoint of activations, which are computed again
             or threading.get_ident() != self._main_thread
+            or (isinstance(module, torch.fx.GraphModule) and compiled.is_called_by_torch(_frame_of_caller()))
         ):
             return
         if self._pending is not None and not torch.is_grad_enabled():
@@ -228,8 +229,10 @@ class Sentinel:
         if self._stack is not None or threading.get_ident() != self._main_thread:
             return
         self._num_updates += 1
-        self._check_outputs()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._num_updates == 1 and compiled.is_any() and not self._have_seen(parameters):
+            self._notify(compiled.BLIND_SPOT)
+        self._check_outputs()
         is_finite = self._norms.check(parameters)
         if not is_finite and not self._is_quiet and self._pending is None:
             self._explain_gradients(parameters)
@@ -241,6 +244,11 @@ class Sentinel:
         if not was_bad:
             self._is_quiet = False
         self._forget_step()
+
+    def _have_seen(self, parameters: Sequence[Any]) -> bool:
+        """Whether a module that was called has one of these parameters."""
+        updated = set(map(id, parameters))
+        return any(id(parameter) in updated for call in self._calls for parameter in call.module.parameters())
 
     def _explain_gradients(self, parameters: Sequence[Any]) -> None:
         for call in self._calls:
@@ -285,7 +293,8 @@ class Sentinel:
             return
         module = ""
         if call is not None:
-            module = ".".join(filter(None, [self._names.name_module(call.module), operation.module]))
+            inner = without_wrappers(operation.module)
+            module = ".".join(filter(None, [self._names.name_module(call.module), inner]))
             place = operation.place or call.place
         self._pending = NumberFinding(
             "non-finite",

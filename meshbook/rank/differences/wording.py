@@ -15,6 +15,8 @@ from meshbook.rank.differences import numbers
 from meshbook.rank.process_groups.ring import Collective
 from meshbook.wire.messages import NumberFinding
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of a checkpoint of activations
+
 
 class ModuleNames:
     """Names modules by paths from the user's names: those of the namespace, and of functions that run."""
@@ -25,7 +27,7 @@ class ModuleNames:
     def name_module(self, module: nn.Module) -> str:
         """Return the shortest path to a module; its class, if no name leads to it."""
         names = [
-            f"{name}.{path}".rstrip(".")
+            without_wrappers(f"{name}.{path}".rstrip("."))
             for name, top in self._tops()
             for path, inner in top.named_modules()
             if inner is module
@@ -37,11 +39,11 @@ class ModuleNames:
         for module in called:
             for path, each in module.named_parameters():
                 if each is parameter:
-                    return f"{self.name_module(module)}.{path}"
+                    return without_wrappers(f"{self.name_module(module)}.{path}")
         for name, top in self._tops():
             for path, each in top.named_parameters():
                 if each is parameter:
-                    return f"{name}.{path}"
+                    return without_wrappers(f"{name}.{path}")
         return ""
 
     def _tops(self) -> Iterator[tuple[str, nn.Module]]:
@@ -49,6 +51,11 @@ class ModuleNames:
             for name, value in list(namespace.items()):
                 if isinstance(value, nn.Module) and not name.startswith("_") and name != "self":
                     yield name, value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def without_wrappers(path: str) -> str:
+    """Return a path without the names of modules that torch puts around the user's own."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _class_of(module: nn.Module) -> str:
