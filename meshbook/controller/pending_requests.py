@@ -105,9 +105,12 @@ class PendingRequests:
         found = self._pending.pop(report.call, None)
         if found is None:
             return
-        if report.items and found.on_output is not None:
+        if report.items:
             try:
-                found.on_output(report.items)
+                if found.on_output is not None:
+                    found.on_output(report.items)
+                else:
+                    self._on_orphan_output(messages.CallOutput(report.call, report.items))
             except BaseException as error:  # SystemExit would end only the listener thread
                 self._on_error(error)
         found.future.set_result(report)

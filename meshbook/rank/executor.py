@@ -188,7 +188,7 @@ class Executor:
         if command.is_cancelled:
             tensors.skip_batch(command)
             return Outcome(status="ok")
-        ran = self._runner.call(lambda: tensors.run(command))
+        ran = self._runner.call(lambda: self._sentinel.run_batch(tensors, command))
         if ran.status != "ok":
             tensors.skip_batch(command)
             return Outcome(status=ran.status, error=ran.error)

@@ -55,6 +55,14 @@ def test_a_call_ends_although_its_output_cannot_be_shown() -> None:
     assert [type(error) for error in requests.errors] == [KeyError]
 
 
+def test_the_last_output_of_a_call_that_takes_none_is_an_orphans() -> None:
+    requests = Requests()
+    future = requests.open()  # a batch of operations that is not waited for
+    requests.report(messages.CallFinished(call=CALL, outcomes=(), seconds=0.0, items=(ITEM,)))
+    assert future.done()
+    assert requests.orphans == [messages.CallOutput(call=CALL, items=(ITEM,))]
+
+
 def test_output_that_no_call_takes_is_an_orphans() -> None:
     requests = Requests()
     output = messages.CallOutput(call=CALL, items=(ITEM,))

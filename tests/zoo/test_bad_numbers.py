@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook import distribute
+from meshbook import distribute, record
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from tests.budget import when
@@ -78,6 +78,56 @@ def test_a_module_that_is_spread_over_the_mesh_is_watched(mesh: Mesh) -> None:
     model(distribute(torch.randn(8, 8), mesh, sharding_spec=["rank"])).sum().item()
     (found,) = {(found.module, found.op, found.phase) for _, found in heard(mesh).findings}
     assert found == ("Spread", "log", "forward")
+
+
+def found_remotely(mesh: Mesh) -> tuple[int, str, str]:
+    """The rank, the operation and the text of the one finding."""
+    ((rank, found),) = heard(mesh).findings
+    assert (found.phase, found.step) == ("remote", None)
+    return rank, found.op, found.text
+
+
+def test_an_operation_on_remote_tensors_is_named_with_the_notebooks_line(mesh: Mesh) -> None:
+    def loss_of(x: Any) -> Any:
+        logs = x.log()
+        return (x + 0 * logs.sum()).mean()
+
+    mesh.nan(True)
+    rows = torch.ones(8, 8)
+    rows[6] = 0
+    assert torch.isnan(loss_of(distribute(rows, mesh, sharding_spec=["rank"])).cpu())
+    rank, op, text = found_remotely(mesh)
+    assert (rank, op) == (1, "log")  # not rank 0, to which it came with the sum
+    line = loss_of.__code__.co_firstlineno + 1
+    assert f"zoo/test_bad_numbers.py, line {line} in loss_of; input max 1 in float32" in text
+
+
+def test_an_operation_of_a_recorded_step_is_named_with_the_notebooks_line(mesh: Mesh) -> None:
+    @record
+    def step(x: Any) -> Any:
+        return x.sqrt().mean()
+
+    mesh.nan(True)
+    rows = torch.ones(8, 8)
+    for number in range(6):
+        if number == 5:
+            rows[2] = -1
+        step(distribute(rows, mesh, sharding_spec=["rank"])).item()
+    rank, op, text = found_remotely(mesh)
+    assert (rank, op) == (0, "sqrt")
+    assert f"line {step.__wrapped__.__code__.co_firstlineno + 2} in step" in text
+
+
+def test_infinite_masks_of_remote_tensors_give_no_alarm(mesh: Mesh) -> None:
+    mesh.nan(True)
+    x = distribute(torch.randn(8, 8), mesh, sharding_spec=["rank"]).requires_grad_()
+    mask = torch.full_like(x.detach(), float("-inf")).triu(1)
+    scores = (x + mask).softmax(-1) + x.masked_fill(x > 9, float("-inf")).exp()
+    scores = scores + torch.where(x > 0, 0.0, -torch.inf).exp()
+    scores.square().sum().backward()
+    (-mask).sum().item()
+    assert x.grad.isfinite().all().item()
+    assert heard(mesh)
 
 
 def test_a_sentinel_that_fails_is_off_and_leaves_the_step_alone(mesh: Mesh) -> None:

@@ -65,7 +65,7 @@ def kinds(tensors: Iterable[torch.Tensor]) -> set[str]:
     found: set[str] = set()
     for tensor in tensors:
         part = part_here(tensor, wait=True)
-        if part is None or not part.numel() or bool(torch.isfinite(part).all()):
+        if part is None or not part.numel() or is_finite(total(part)) or bool(torch.isfinite(part).all()):
             continue
         if part.is_complex():
             part = torch.view_as_real(part)

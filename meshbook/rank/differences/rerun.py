@@ -26,6 +26,9 @@ from meshbook.rank.differences.numbers import Place, kinds, largest, place_of, t
 _LEAVES_EMPTY = re.compile(r"(new_)?empty|resize|set_")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 
+# The name of an operation, and the dtype and the largest finite magnitude of its inputs.
+DescribedOperation = tuple[str, str, float | None]
+
 
 @dataclass
 class ModuleCall:
@@ -53,6 +56,22 @@ class ModuleCall:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     totals: list[torch.Tensor] = field(default_factory=list)  # of the outputs, not read yet
     leaves: Any = None  # the `LeafWatch` of a call that may have collectives
+
+    @classmethod
+    def that_begins(cls, module: nn.Module, place: Place | None, first_collective: int) -> ModuleCall:
+        """Return the record of a call that begins now, with the state that its forward will find."""
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device_type = "cuda" if cuda else "cpu"
+        return cls(
+            module,
+            place,
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state() if cuda else None,
+            torch.is_grad_enabled(),
+            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)),
+            first_collective,
+            next_node(),
+        )
 
     def may_rerun(self) -> bool:
         return not self.has_collectives and self.versions == versions_of((self.args, self.kwargs))
@@ -110,6 +129,37 @@ def versions_of(arguments: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors_in(arguments) if not tensor.is_inference())
 
 
+def check_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, DescribedOperation | None]:
+    """Run an operation; return its result, and what it is if it makes a kind of number that none of its inputs has.
+
+    The kinds are those that are not finite.
+    """
+    before = None
+    if func._schema.is_mutable:  # it may overwrite what it read
+        inputs = list(tensors_in((args, kwargs)))
+        before = kinds(inputs), largest(inputs)
+    result = func(*args, **kwargs)
+    return result, None if func.is_view else _describe_bad(func, args, kwargs, result, before)
+
+
+def _describe_bad(func: Any, args: Any, kwargs: Any, result: Any, before: Any) -> DescribedOperation | None:
+    """Return what an operation is that has run, if it is bad; see `check_operation`.
+
+    Args:
+        before: kinds and dtype of its inputs before it ran; None: it has changed none of them.
+    """
+    name = func._schema.name.split("::")[-1]
+    new = kinds(tensors_in(result))
+    if not new or _LEAVES_EMPTY.match(name):
+        return None
+    inputs = list(tensors_in((args, kwargs)))
+    had, (dtype, size) = before or (kinds(inputs), largest(inputs))
+    had |= kinds([torch.tensor(value) for value in (*args, *kwargs.values()) if isinstance(value, float)])  # of a mask
+    if "nan" in had or not new - had or (had and "nan" not in new):  # -inf negated is inf, and begins nothing
+        return None
+    return name.strip("_").removesuffix("_backward_data").removesuffix("_backward"), dtype, size
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `_Found` at the first operation that makes a kind of non-finite number that none of its inputs has."""
 
@@ -118,22 +168,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack, self._until = stack, until
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.split("::")[-1]
-        inputs = list(tensors_in((args, kwargs)))
-        mutates = func._schema.is_mutable
-        scalars = [torch.tensor(value) for value in (*args, *kwargs.values()) if isinstance(value, float)]
-        before = (kinds(inputs), largest(inputs)) if mutates else None  # it may overwrite what it read
-        result = func(*args, **kwargs)
-        new = kinds(tensors_in(result))
-        if not new or _LEAVES_EMPTY.match(name):
+        result, bad = check_operation(func, args, kwargs or {})
+        if bad is None:
             return result
-        had, (dtype, size) = before or (kinds(inputs), largest(inputs))
-        had |= kinds(scalars)  # of a mask
-        if "nan" in had or not new - had or (had and "nan" not in new):  # -inf negated is inf, and begins nothing
-            return result
+        op, dtype, size = bad
         node: Any = torch._C._current_autograd_node()
-        op = name.strip("_").removesuffix("_backward_data").removesuffix("_backward")
         if node is None:
             place = place_of(user_frame(sys._getframe(1), self._until))
             raise _Found(BadOperation(self._stack.current, op, "forward", place, dtype, size))

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,17 +30,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import message_of
-from meshbook.rank import scalars
 from meshbook.rank.differences import compiled, losses, numbers, rerun
 from meshbook.rank.differences.explosions import GradientNorms
 from meshbook.rank.differences.hooks import TrainingHooks
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
+from meshbook.rank.differences.remote_ops import PlaceNames, RemoteOps
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
 from meshbook.rank.differences.wording import ModuleNames, with_text, without_wrappers
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.ring import CollectiveRing
+from meshbook.rank.tensors.engine import CurrentOp
 from meshbook.wire.messages import NumberFinding, SentinelReport
 
 # Calls of outermost modules that are kept since the last update: micro batches, or the parts of a model.
@@ -68,7 +70,7 @@ class Sentinel:
             cell_title: returns "cell 12" for the file of a cell.
         """
         self._rank, self._names, self._ring = rank, ModuleNames(namespace), ring
-        self._observers, self._notify, self._cell_title = observers, notify, cell_title
+        self._observers, self._notify, self._places = observers, notify, PlaceNames(cell_title)
         self._main_thread = threading.get_ident()
         self._inputs = CollectiveInputs(rank)
         self._norms = GradientNorms()
@@ -111,6 +113,15 @@ class Sentinel:
             self._report_pending()
             self._forget_step()
             self._with_collectives.clear()
+            self._places.remote_op = None
+
+    def watch_batch(self, current_op: Callable[[], CurrentOp | None]) -> AbstractContextManager[Any]:
+        """Return what watches a batch of operations on remote tensors while it is entered."""
+        if not self.is_armed or self._hooks.failure is not None:
+            return nullcontext()
+        self._inputs.clear()
+        self._places.remote_op = current_op
+        return RemoteOps(current_op, self._may_watch_operation, self._num_collectives, self._found_remote)
 
     def report(self) -> SentinelReport:
         """Return what was found. Any thread."""
@@ -135,18 +146,8 @@ class Sentinel:
             return
         if self._pending is not None and not torch.is_grad_enabled():
             self._report_pending()
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        device_type = "cuda" if cuda else "cpu"
-        self._current = ModuleCall(
-            module,
-            numbers.place_of(numbers.user_frame(_frame_of_caller())),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state() if cuda else None,
-            torch.is_grad_enabled(),
-            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)),
-            self._num_collectives(),
-            rerun.next_node(),
-        )
+        place = numbers.place_of(numbers.user_frame(_frame_of_caller()))
+        self._current = ModuleCall.that_begins(module, place, self._num_collectives())
         if self._may_have_collectives(module):
             self._leaves = LeafWatch(module, args, self._num_collectives, self._inputs, self._hooks.guarded)
         else:
@@ -288,7 +289,9 @@ class Sentinel:
 
     # ---- telling
 
-    def _found(self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None) -> None:
+    def _found(
+        self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None, *, line: str = ""
+    ) -> None:
         if operation is None or self._pending is not None or self._is_quiet:
             return
         module = ""
@@ -303,10 +306,20 @@ class Sentinel:
             module if call is not None else operation.module,
             operation.op,
             operation.phase,
-            numbers.name_place(place, self._cell_title),
+            line or self._places.name(place),
             operation.dtype,
             operation.input_max,
         )
+
+    def _may_watch_operation(self) -> bool:
+        return self._current is None and self._stack is None and self._pending is None and not self._is_quiet
+
+    def _found_remote(self, operation: BadOperation, line: str, has_collectives: bool) -> None:
+        """Note an operation on remote tensors, unless its bad numbers came from another rank."""
+        if has_collectives and self._inputs.first_bad() is None:
+            self._is_quiet = True
+        else:
+            self._found(None, operation, line=line)
 
     def _report_pending(self) -> None:
         """Print what was found, with the collective that carried it on."""
@@ -335,12 +348,9 @@ class Sentinel:
         last = self._ring.last
         return 0 if last is None else last.seq
 
-    def _step(self) -> int:
-        step = numbers.step_from_frames()
-        if step is not None:
-            return step
-        log = scalars.installed()
-        return log.step if log is not None and log.num_steps else self._num_updates
+    def _step(self) -> int | None:
+        step = self._places.step()
+        return self._num_updates if step is None and not self._places.are_remote else step
 
 
 class _Tracking:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import UsageError
 from meshbook.rank.process_groups.rank_groups import RankGroups
-from meshbook.wire.messages import SentinelReport
+from meshbook.wire.messages import RunOps, SentinelReport
 
 if TYPE_CHECKING:
     from meshbook.rank.differences.sentinel import Sentinel
+    from meshbook.rank.tensors.engine import RankTensors
 
 
 class SentinelDoor:
@@ -51,6 +52,13 @@ class SentinelDoor:
         """Have what was found in a call that has ended reported. Main thread."""
         if self._sentinel is not None:
             self._sentinel.call_ended()
+
+    def run_batch(self, tensors: RankTensors, command: RunOps) -> dict[str, Any]:
+        """Run a batch of operations on remote tensors, watched if the sentinel is on. Main thread."""
+        if self._sentinel is None:
+            return tensors.run(command)
+        with self._sentinel.watch_batch(tensors.current_op):
+            return tensors.run(command)
 
     def report(self) -> SentinelReport:
         """Any thread."""

@@ -74,9 +74,12 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
             where = f"the loss{f', {found.op}' if found.op else ''}"
         case "input":
             where = f"the input of {found.module}"
+        case "remote":
+            where = f"{found.op} (remote)"
         case _:
             where = f"{' '.join(filter(None, [found.module, found.op])) or 'outside of modules'} ({found.phase})"
-    text = f"first non-finite: {', '.join(filter(None, [f'step {found.step}', f'rank {rank}', where, found.line]))}"
+    step = "" if found.step is None else f"step {found.step}"
+    text = f"first non-finite: {', '.join(filter(None, [step, f'rank {rank}', where, found.line]))}"
     if found.input_max is not None:
         text += f"; input max {found.input_max:.2g} in {found.dtype}"
     if carried is None:

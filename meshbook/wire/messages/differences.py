@@ -68,10 +68,10 @@ class NumberFinding(Struct, frozen=True, gc=False):
 
     kind: str  # "non-finite" or "explosion"
     text: str  # all of it, as it was printed
-    step: int | None  # the user's, or the number of updates since the sentinel was switched on
+    step: int | None  # the user's, else the updates since the sentinel was switched on; None: of remote tensors
     module: str  # "model.layers.17.attn"; empty: outside of modules
     op: str  # "softmax"; empty: not known
-    phase: str  # "input", "parameter", "forward", "backward", "loss", "gradient"
+    phase: str  # "input", "parameter", "forward", "backward", "loss", "gradient", "remote"
     line: str  # "cell 12, line 31 in forward"
     dtype: str = ""  # of the operation's input
     input_max: float | None = None  # the largest magnitude among its finite inputs
