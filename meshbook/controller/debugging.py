@@ -15,7 +15,7 @@ from meshbook.wire.messages import DebuggerStop, FoldedItem, Line, RankExited, T
 
 # Seconds that a prompt waits for further ranks to stop, after the first that did. When all have, it comes at once;
 # where some go on, or wait in a collective, it is to be there within 0.3 s. Who stops later joins at the next prompt.
-_STOPS_S = 0.25
+_STOPS_S = 0.2
 # ... for ranks that were sent a command, which may take a while.
 _COMMAND_S = 1.0
 

@@ -29,7 +29,7 @@ def shown(items: tuple[FoldedItem, ...]) -> list[str]:
 
 def test_the_prompt_comes_at_once_when_all_ranks_have_stopped() -> None:
     prompt = stopped(0, 1, 2)
-    assert prompt.seconds_until_due(0.0) == 0.25
+    assert prompt.seconds_until_due(0.0) == 0.2
     prompt.add(3, stop_at(4), 0.1)
     assert prompt.seconds_until_due(0.1) == 0
 
@@ -37,9 +37,9 @@ def test_the_prompt_comes_at_once_when_all_ranks_have_stopped() -> None:
 def test_the_prompt_waits_a_little_for_ranks_that_may_stop_too() -> None:
     assert DebuggerPrompt(RANKS).seconds_until_due(5.0) is None
     prompt = stopped(1)
-    assert prompt.seconds_until_due(0.2) == pytest.approx(0.05)
-    prompt.add(0, stop_at(4), 0.2)
-    assert prompt.seconds_until_due(0.25) == 0  # after the first that stopped: the prompt is there within 0.3 s
+    assert prompt.seconds_until_due(0.15) == pytest.approx(0.05)
+    prompt.add(0, stop_at(4), 0.15)
+    assert prompt.seconds_until_due(0.2) == 0  # after the first that stopped: the prompt is there within 0.3 s
     assert prompt.prompt() == "(ranks 0-1 · h lists the commands · 2-3 not stopped) "
     assert prompt.prompt() == "(ranks 0-1 · 2-3 not stopped) "
 

@@ -484,6 +484,20 @@ def test_a_breakpoint_stops_in_the_cells_frame_and_the_cell_goes_on(rank: Rank) 
     assert stepped.text == "stopped at cell 4, line 4 in f · x=7 · y=8\n-> return y\n"
 
 
+@pytest.mark.parametrize(
+    "source", ["a = 7\nbreakpoint()", "a = 7\nif a: breakpoint()", "a = 7\nawait g()\nbreakpoint()"]
+)
+def test_a_breakpoint_in_the_last_line_stops_too_and_once(rank: Rank, source: str) -> None:
+    rank.ok("async def g(): pass")
+    dialogue = Dialogue(rank, "p a", "n")
+    rank.ok(source, execution_count=4)
+    line = source.count("\n") + 1
+    assert [stop.place for stop in dialogue.stops] == [f"cell 4, line {line}"] * 2
+    assert dialogue.stops[0].text.startswith(f"stopped at cell 4, line {line}")
+    assert dialogue.stops[1].text == "7\n"
+    assert sys.gettrace() is None
+
+
 def test_where_shows_the_users_frames_only(rank: Rank) -> None:
     dialogue = Dialogue(rank, "w", "c")
     rank.ok("def f():\n    breakpoint()\n    return 1\nf()", execution_count=4)

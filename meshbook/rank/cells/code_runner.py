@@ -252,9 +252,10 @@ class CodeRunner:
                         shell.terminal.stop_at_first_line()
                     if any(map(has_top_level_await, codes)):
                         shell.event_loop.run(self._execute_async(codes))
-                        return
-                    for code in codes:
-                        exec(code, shell.user_ns)
+                    else:
+                        for code in codes:
+                            exec(code, shell.user_ns)
+                    shell.terminal.stop_at_end()
             finally:
                 self._guard.restore()
 

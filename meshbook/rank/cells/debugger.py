@@ -56,6 +56,7 @@ class RankDebugger(pdb.Pdb):
         self._is_stop_wanted: Callable[[], bool] = lambda: True
         self._looked_at: FrameType | None = None  # the frame that commands look at first; None: the innermost
         self._is_post_mortem = False  # `%debug` looks at a failure
+        self._due: FrameType | None = None  # of a breakpoint that has come, and at which it has not stopped yet
 
     # ---- entering and leaving
 
@@ -63,7 +64,14 @@ class RankDebugger(pdb.Pdb):
         """Stop before the next line of a frame."""
         if header is not None:
             self.message(header)
+        self._due = frame
         self.set_trace(frame)
+
+    def stop_at_end(self) -> None:
+        """Stop at the end of a cell whose last line is a breakpoint: no line comes after it to stop at."""
+        if self._due is not None:
+            sys.settrace(None)  # it would trace the debugger from here on
+            self.interaction(self._due, None)
 
     def stop_at_first_line(self) -> None:
         """Stop at the first line of what the caller executes next."""
@@ -126,6 +134,7 @@ class RankDebugger(pdb.Pdb):
 
     def end(self) -> None:
         """Stop tracing, at the end of a cell: breakpoints end with it."""
+        self._due = None
         is_tracing = sys.gettrace() == self.trace_dispatch  # another debugger's trace function stays
         if not is_tracing and not self.breaks:
             return
@@ -156,10 +165,13 @@ class RankDebugger(pdb.Pdb):
             raise KeyboardInterrupt from None
 
     def stop_here(self, frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        if self._due is not None and is_user_file(self._due.f_code.co_filename) and not is_user_file(file):
+            return False  # of the event loop, in which a cell ends
         if not self._seeks_user_code:
             return super().stop_here(frame)
         if self._is_stop_wanted():
-            return is_user_file(frame.f_code.co_filename)
+            return is_user_file(file)
         self._seeks_user_code = False
         self.set_continue()
         return False
@@ -180,7 +192,7 @@ class RankDebugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
         self._arrived = self._arrived or "stopped at"
-        self._seeks_user_code = False
+        self._seeks_user_code, self._due = False, None
         super().interaction(frame, tb_or_exc)
 
     def _cmdloop(self) -> None:

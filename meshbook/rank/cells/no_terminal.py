@@ -92,6 +92,11 @@ class TerminalReplacement:
             raise MeshbookError(self._nobody_to_ask("a cell cannot stop at its first line"))
         self._get_debugger().stop_at_first_line()
 
+    def stop_at_end(self) -> None:
+        """Stop in the debugger at the end of a cell, if a breakpoint is its last line."""
+        if self._debugger is not None:
+            self._debugger.stop_at_end()
+
     def end_debugging(self) -> None:
         """Remove what the debugger has left in the process, at the end of a cell."""
         if self._debugger is not None:
