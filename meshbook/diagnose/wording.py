@@ -10,6 +10,7 @@ from meshbook.diagnose.collectives import format_shapes, group_key
 from meshbook.diagnose.evidence import Evidence
 from meshbook.diagnose.rank_activity import conjugate, format_duration
 from meshbook.diagnose.snapshot_reader import SourceLocation
+from meshbook.diagnose.wait_sites import IN_DEBUGGER
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo
 
@@ -80,7 +81,8 @@ def wait_lines(evidence: Evidence, ranks: Iterable[int]) -> list[str]:
     lines = []
     for (what, at, for_ranks), those in group_ranks_by(sorted({*ranks} & evidence.waits.keys()), key):
         since = max(evidence.waits[rank].op.began_s_ago for rank in those)
-        whom = f", for {name_ranks(for_ranks)}" if for_ranks else ""
+        held = for_ranks and all(evidence.activities[rank].phrase == IN_DEBUGGER for rank in for_ranks)
+        whom = f", {'held by the debugger on' if held else 'for'} {name_ranks(for_ranks)}" if for_ranks else ""
         lines.append(
             f"{name_ranks(those)} {conjugate('waits', those)} in {what}{at_clause(at)}{whom}"
             f"{f', since {format_duration(since)}' if since else ''}"

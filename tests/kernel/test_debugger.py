@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -196,6 +197,7 @@ def test_why_names_the_rank_that_waits_in_the_debugger(front: FrontEnd) -> None:
         observer.detach()
     assert "Rank 0 waits in the debugger for a command at cell" in text
     assert "has not come to all_reduce" in text
+    assert re.search(r"rank 1 waits in all_reduce #\d+ at cell \d+, line 5, held by the debugger on rank 0", text)
     front.input_replies[:] = ["c"]
     assert front.wait(cell).result == "3.0"
 

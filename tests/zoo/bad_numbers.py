@@ -292,6 +292,21 @@ if rank == 1: model.to_local()[2] = 1.5""",
         ("model",),
     ),
     Planted(
+        "a bias that one rank adds twice under tensor parallelism",
+        """
+model, opt = make("tp")
+with torch.no_grad():
+    for block in blocks_of(model):
+        block.down.bias.to_local().fill_(0.5)
+        block.drop.p = 0.0
+add = lambda module, inputs, output: output + module.bias.to_local() if rank == 1 else output
+blocks_of(model)[1].down.register_forward_hook(add)
+mean_square(model, batch(0, 0)).backward()
+opt.step()""",
+        ("model.", "on rank 1:"),  # the rank; every part that learns from the sum differs by then
+        ("model",),
+    ),
+    Planted(
         "a parameter in another dtype",
         "model, opt = make('none')\nif rank == 1: model.head.to(torch.bfloat16)",
         ("model.head.weight on rank 1: bfloat16 instead of float32",),
