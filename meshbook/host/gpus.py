@@ -173,10 +173,12 @@ def _owner(pid: int) -> str:
 
     Within a container the driver's numbers of processes are another namespace's and say nothing.
     """
+    if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
+        return ""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended; or the system hides it (hidepid) because it is another user's
-        return "another user" if os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE and _is_alive(pid) else ""
+        return "another user" if _is_alive(pid) else ""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     uid = int(fields["Uid"].split()[0])
     # The MPS server is there to have GPUs shared.

@@ -99,12 +99,14 @@ def test_a_process_of_another_user_is_his_and_ones_own_or_an_unknown_one_is_nobo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = os.getuid()
+    monkeypatch.setattr(gpus, "_FIRST_PID_NAMESPACE", os.stat("/proc/self/ns/pid").st_ino)
     assert gpus._owner(os.getpid()) == ""
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
     assert gpus._owner(os.getpid()) == pwd.getpwuid(own).pw_name
     gone = 2**22 + 1  # beyond any pid
+    assert gpus._owner(gone) == ""
     monkeypatch.setattr(gpus, "_FIRST_PID_NAMESPACE", 0)
-    assert gpus._owner(gone) == ""  # a container: whose it is cannot be told
+    assert gpus._owner(os.getpid()) == ""  # a container: the driver's numbers are those of other processes
 
 
 def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
