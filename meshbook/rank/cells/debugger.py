@@ -169,7 +169,7 @@ class RankDebugger(pdb.Pdb):
         if self._due is not None and is_user_file(self._due.f_code.co_filename) and not is_user_file(file):
             return False  # of the event loop, in which a cell ends
         if not self._seeks_user_code:
-            return super().stop_here(frame)
+            return bool(super().stop_here(frame)) and _is_for_user(frame)
         if self._is_stop_wanted():
             return is_user_file(file)
         self._seeks_user_code = False
@@ -299,3 +299,12 @@ def _describe_scalar(value: Any) -> str | None:
     if isinstance(value, float):
         return f"{value:.6g}"
     return repr(value) if isinstance(value, str) and len(value) <= _MAX_TEXT_CHARS else None
+
+
+def _is_for_user(frame: FrameType | None) -> bool:
+    """Whether a frame is the user's or was called by one; the event loop, into which a step may leave, is not."""
+    while frame is not None and not frame.f_code.co_filename.endswith(_RUNNER_FILE):
+        if is_user_file(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
