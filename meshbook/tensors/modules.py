@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
@@ -163,6 +164,7 @@ def distribute_module(
         )
     if memory is not None and sample is None:
         raise UsageError("memory= is what plans are compared with, and they are compared for a sample=")
+    _check_can_be_sent(source)
     engine = engine_of(mesh)
     if mesh.ranks != engine.session.axes.ranks:  # type: ignore[union-attr]
         raise UsageError("a module is spread over a whole mesh; this is a part of one")
@@ -187,6 +189,14 @@ def distribute_module(
     if sample is not None:
         model.plan.estimates, model.plan.free_bytes = compared.estimates, compared.free_bytes
     return model
+
+
+def _check_can_be_sent(source: Any) -> None:
+    if isinstance(source, nn.Module) and any(map(parametrize.is_parametrized, source.modules())):
+        raise UsageError(
+            f"this {type(source).__name__} has parametrized modules (weight norm, spectral norm, …), which torch does "
+            "not send; give the function that makes it: meshbook.distribute(lambda: make_model(), mesh)"
+        )
 
 
 def _build(

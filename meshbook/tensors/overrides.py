@@ -371,6 +371,7 @@ OVERRIDES: dict[Any, Override] = {
     aten._conj.default: _materialize_view,
     aten._neg_view.default: _materialize_view,
     aten.equal.default: _equal,
+    aten.is_pinned.default: lambda func, args, kwargs: False,  # its data is on the ranks
     aten.allclose.default: _allclose,
     aten.native_batch_norm.default: _batch_norm,
     aten.nll_loss_forward.default: _nll_loss_forward,

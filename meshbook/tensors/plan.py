@@ -294,6 +294,11 @@ def _check_operands(function: Any, inputs: Sequence[Any], engine: Any) -> None:
 
 def _plan_functional_variant(function: Any) -> Template:
     """Return the plan of an in-place operation by means of its out-of-place variant."""
+    if function._opname.startswith("_fused_"):
+        raise NotImplementedError(
+            f"{function._opname}: parameters with fewer rows than there are ranks, or with gradients that are placed "
+            "otherwise, have no fused step on a mesh; leave fused=True out, or say foreach=True"
+        )
     other = functional_variant(function)
     if other is None:
         raise NotImplementedError(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import parametrizations
 
 import meshbook
 from meshbook.controller.mesh import Mesh
@@ -144,6 +145,39 @@ def test_float16_with_a_scaler_skips_and_scales_as_one_process_does(mesh2: Mesh,
     assert [scale for _, scale in found] == [scale for _, scale in expected]
     assert expected[0][1] > expected[1][1]  # an overflow
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=5e-3)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [norm(nn.Linear(8, 8)) for norm in (parametrizations.weight_norm, parametrizations.spectral_norm)]
+    return nn.Sequential(*layers, nn.Linear(8, 1))
+
+
+def losses(model: Any) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        loss = (model(torch.ones(4, 8)) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_parametrized_modules_are_made_on_the_ranks_and_not_sent(mesh2: Mesh, strategy: str) -> None:
+    assert losses(meshbook.distribute(normed, mesh2, strategy=strategy)) == pytest.approx(losses(normed()), rel=1e-4)
+    with pytest.raises(UsageError, match=r"has parametrized modules .* give the function that makes it"):
+        meshbook.distribute(normed(), mesh2, strategy=strategy)
+
+
+def test_a_fused_step_that_a_mesh_cannot_take_says_what_to_leave_out(mesh2: Mesh) -> None:
+    model = meshbook.distribute(lambda: nn.Linear(8, 1), mesh2, strategy="fsdp")  # one row, two ranks
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(4, 8)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"_fused_adamw_: .* leave fused=True out"):
+        optimizer.step()
 
 
 class Normed(nn.Module):
