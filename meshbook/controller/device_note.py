@@ -12,7 +12,7 @@ def device_note(info: MeshInfo, num_gpus: int) -> str | None:
     """Return the note that ranks share GPUs, or are on the CPU beside GPUs; None if each has what one would expect.
 
     Args:
-        num_gpus: how many are visible on this machine; 0 if the ranks are elsewhere.
+        num_gpus: how many ranks could have one of their own on the machines of the mesh.
     """
     on_gpu = [rank for rank in info.ranks if rank.device != "cpu"]
     num_sharing = Counter((rank.host, rank.device) for rank in on_gpu)

@@ -184,10 +184,20 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Se
         StartError: they did not start; nothing is left running.
     """
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
-    notes = [device_note(session.info, 0 if spec.on else count_free_gpus()), _others_note(session, spec)]
+    notes = [device_note(session.info, _num_free_gpus(session, spec)), _others_note(session, spec)]
     for note in filter(None, notes):
         background_output_of(session).notify(grid.ranks, note)
     return session
+
+
+def _num_free_gpus(session: Session, spec: messages.MeshSpec) -> int:
+    """Return how many ranks could have a GPU of their own, as many on each machine; 0 also if some have."""
+    if not spec.on:
+        return count_free_gpus()
+    if spec.device != "auto" or any(rank.device != "cpu" for rank in session.info.ranks):
+        return 0
+    hosts = [host.facts for host in fetch_hosts(session) if host.facts is not None]
+    return min((sum(not gpu.busy_by for gpu in facts.gpus) for facts in hosts), default=0) * len(hosts)
 
 
 def _others_note(session: Session, spec: messages.MeshSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,3 +62,14 @@ def test_other_machines_have_as_many_ranks_as_the_fewest_gpus_that_are_free(monk
 def test_the_table_of_machines_says_who_is_on_gpus() -> None:
     info = HostInfo(host=0, name="n1", state="ready", ranks=(0,), facts=facts_of(gpus=(FREE, BUSY)))
     assert "2 H100, 1 busy (alice), at least 79.0 GiB free on each" in str(hosts_table("mesh", [info]))
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("cpu", 4), ("cuda:0", 0)])
+def test_gpus_that_ranks_of_other_machines_could_have_had_are_counted_machine_by_machine(
+    device: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = (facts_of(gpus=(FREE, FREE, FREE)), facts_of(gpus=(FREE, BUSY, FREE)))
+    monkeypatch.setattr(starting, "fetch_hosts", lambda session: [SimpleNamespace(facts=found) for found in facts])
+    session = SimpleNamespace(info=SimpleNamespace(ranks=[SimpleNamespace(device=device)]))
+    spec = make_spec(MeshAxes.of(2), on="ssh://n1,n2", engine="ssh")
+    assert starting._num_free_gpus(session, spec) == num_gpus  # type: ignore[arg-type]
