@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from meshbook.cli import records, steering
 from meshbook.cli.meshes import find_mesh, observed_mesh, print_result, use_color
@@ -65,8 +68,21 @@ def _print_error(error: Exception, status: int) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which command was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if unknown is not None:
+            commands = re.findall(r"[\w-]+", unknown[2])
+            close = difflib.get_close_matches(unknown[1], commands, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands)}"
+            message = f"there is no command {unknown[1]!r}; {hint}"
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="meshbook",
         description="A mesh of processes, one per GPU or CPU slot, and what to do with it from a terminal.",
         epilog=_EPILOG,
@@ -79,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, act: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help)
+        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         command.set_defaults(act=act)
         return command
 

@@ -12,7 +12,7 @@ from meshbook.controller.logs import DEFAULT_LIMIT, LogHit, Logs, follow, search
 from meshbook.controller.past_cells import PastCell, fetch_past_cells
 from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table
+from meshbook.controller.tables import MeshStatus, Table
 from meshbook.errors import UsageError
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
@@ -74,9 +74,9 @@ class MeshInspection:
 
     # ---- reports
 
-    def status(self) -> messages.MeshInfo:
-        """Return the supervisor's current information about the mesh."""
-        return self._session.status()
+    def status(self) -> MeshStatus:
+        """Return the supervisor's current information about the mesh. Displays itself as a table."""
+        return MeshStatus.of(self._session.status())
 
     def hosts(self) -> Hosts:
         """Return the mesh's machines, a row for each: state, ranks, GPUs or cores, versions, latency."""

@@ -77,6 +77,20 @@ class Table:
         return tuple(self.columns[at] for at in nonempty), tuple(tuple(row[at] for at in nonempty) for row in self.rows)
 
 
+class MeshStatus(MeshInfo, frozen=True, gc=False):
+    """What the supervisor says of a mesh, which displays itself as `%mesh status` does."""
+
+    @classmethod
+    def of(cls, info: MeshInfo) -> MeshStatus:
+        return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
+
+    def __repr__(self) -> str:
+        return str(status_table(self))
+
+    def _repr_html_(self) -> str:
+        return status_table(self)._repr_html_()
+
+
 def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
     """Return the status of one mesh: a row per rank, or per group of equal ranks if there are many.
 

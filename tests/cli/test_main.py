@@ -189,7 +189,8 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("frobnicate",), "invalid choice: 'frobnicate'"),
+        (("frobnicate",), "there is no command 'frobnicate'; there are repl, list"),
+        (("sttus",), "there is no command 'sttus'; did you mean status?"),
         (("repl", "-n", "many"), "'many' is not a number of ranks; write it like -n 4"),
         (("repl", "--axes", "dp:2"), "'dp:2' does not name the axes of a mesh; write them like dp=2,tp=2"),
         (("repl", "-n", "3", "--axes", "dp=2"), "axes dp=2 make 2 ranks, but -n asks for 3"),

@@ -9,6 +9,7 @@ import pytest
 
 from meshbook.controller.tables import (
     STATES,
+    MeshStatus,
     Table,
     first_line,
     format_age,
@@ -51,6 +52,13 @@ def text(info: MeshInfo) -> list[str]:
 def test_a_table_is_aligned_and_leaves_out_empty_columns() -> None:
     table = Table("Head.", ("a", "empty", "long name"), (("1", "", "x"), ("22", "", "")), ("Note.",))
     assert str(table) == "Head.\na   long name\n1   x\n22\nNote."
+
+
+def test_the_status_of_a_mesh_shows_itself_as_its_table_and_keeps_its_fields() -> None:
+    status = MeshStatus.of(mesh([rank(0), rank(1)], started_at=time.time()))
+    assert repr(status).splitlines()[0] == "Mesh m: 2 ranks, process group ready (gloo), up 0 s, 0 cells run."
+    assert "<th" in status._repr_html_()
+    assert [one.pid for one in status.ranks] == [100, 101]
 
 
 def test_a_table_in_html_escapes_what_it_shows() -> None:
