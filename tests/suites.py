@@ -38,6 +38,7 @@ GATE: dict[str, tuple[str, ...]] = {
         "tensors/test_remote.py",
         "tensors/test_training.py",
         "tensors/test_pretrained.py",
+        "tensors/test_state_files.py",
     ),
     "loops on remote tensors heal by themselves": ("tensors/test_resilient.py",),
     "actors": ("actors/test_calls.py", "actors/test_faults.py", "actors/test_on_mesh.py", "actors/test_programs.py"),

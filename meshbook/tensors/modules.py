@@ -25,7 +25,7 @@ from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.previews import expressions
 from meshbook.rank.tensors import building, modes, resident_module
 from meshbook.rank.tensors.strategies import NAMES, PRECISIONS, Plan, batch_axis, plan_named, precision_error
-from meshbook.tensors import dispatch, planning
+from meshbook.tensors import dispatch, planning, state_files
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
@@ -352,6 +352,30 @@ class RemoteModule(nn.Module):
         """
         self._client.save_pretrained(os.path.abspath(folder), options)
 
+    def save_checkpoint(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Save the module by parts, each rank its own, in the format of torch.distributed.checkpoint. Blocks.
+
+        A folder that is there is replaced once all parts are written.
+
+        Args:
+            folder: that all machines of the mesh share.
+            optimizer: of this module's parameters; it is saved too, by the names of parameters.
+
+        Raises:
+            CellError: it failed on the ranks.
+            UsageError: the optimizer has other parameters too.
+        """
+        state_files.save(self._client.engine, self, optimizer, os.path.abspath(folder))
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Load what `save_checkpoint` has saved, of a mesh of any size and by any strategy. Blocks.
+
+        Raises:
+            CellError: it failed on the ranks: another model, or no such folder.
+            UsageError: the optimizer has other parameters too.
+        """
+        state_files.load(self._client.engine, self, optimizer, os.path.abspath(folder))
+
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
         """Return names and tensors, as RemoteTensors.
 
@@ -410,7 +434,8 @@ class RemoteModule(nn.Module):
 
     def __reduce__(self) -> Any:
         raise UsageError(
-            "this module lives on the ranks; save model.state_dict(full=True). copy.deepcopy(model) makes another there"
+            "this module lives on the ranks; model.save_checkpoint(folder) saves it by parts, and "
+            "model.state_dict(full=True) is all of it here. copy.deepcopy(model) makes another there"
         )
 
 

@@ -151,6 +151,6 @@ def key_of(tensor: MeshTensor, session: Any) -> str:
 def refuse_pickling(tensor: MeshTensor) -> NoReturn:
     raise TransferError(
         f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be "
-        "pickled here; take x.full_tensor() first (of a model model.state_dict(full=True); mesh.checkpoint saves it by "
-        "parts), or pass it to mesh.execute, where it is the rank's own tensor"
+        "pickled here; take x.full_tensor() first (of a model: model.state_dict(full=True), or by parts "
+        "model.save_checkpoint(folder)), or pass it to mesh.execute, where it is the rank's own tensor"
     )
