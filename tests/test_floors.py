@@ -134,7 +134,7 @@ NAMED_IN_STRINGS = {
     ("cli.kernels", "kernel"): "the command line of another process",
     ("engines.local", "host.main"): "the command line of another process",
     ("engines.probe", "host.remote"): "the command line of another process, on another machine",
-    ("engines.ray", "host.remote"): "the command line of another process, on another machine",
+    ("engines.actor_engine", "host.remote"): "the command line of another process, on another machine",
     ("engines.slurm", "host.remote"): "the command line of another process, on another machine",
     ("engines.ssh", "host.remote"): "the command line of another process, on another machine",
     ("host.starter", "rank.forkserver"): "the command line of another process",

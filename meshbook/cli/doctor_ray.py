@@ -10,7 +10,7 @@ from pathlib import Path
 from meshbook.cli.doctor import CheckResult
 from meshbook.engines.addresses import Address
 from meshbook.engines.ray_driver import RayDriver
-from meshbook.engines.ray_messages import DescribeCluster
+from meshbook.engines.driver_messages import DescribeCluster
 from meshbook.errors import StartError
 
 

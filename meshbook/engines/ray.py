@@ -1,106 +1,30 @@
-"""The ray engine: a placement group holds the nodes of a mesh, and an actor on each starts its host.
-
-Ray is spoken to by a process of its own (`engines/ray_main`). The dialogue of a host's start, with the secrets in it,
-goes in calls to its actor. Hosts and ranks connect to the supervisor by TCP, encrypted by CURVE.
-"""
+"""The ray engine: a placement group holds the nodes of a mesh, and an actor on each starts its host."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import queue
-import secrets
-import threading
 from pathlib import Path
 
+from meshbook.engines.actor_engine import ActorEngine
 from meshbook.engines.addresses import Address
-from meshbook.engines.base import HostStart
-from meshbook.engines.host_launch import (
-    HELLO_TIMEOUT_S,
-    HostLaunch,
-    HostLaunches,
-    SupervisorWait,
-    decode_hello,
-    describe_host_end,
-    explain_interpreter,
-    last_lines,
-    quoted,
-)
+from meshbook.engines.driver_messages import AllocateNodes
 from meshbook.engines.ray_driver import RayDriver
-from meshbook.engines.ray_messages import (
-    AllocateNodes,
-    CloseInput,
-    HostActorLost,
-    HostEnded,
-    HostLogged,
-    HostNews,
-    HostStarted,
-    HostWrote,
-    KillHost,
-    StartHost,
-    WriteInput,
-)
-from meshbook.errors import StartError
 from meshbook.wire.messages import MeshSpec
-from meshbook.wire.remote_start import RemoteHello, RemoteStart
-
-_END_TIMEOUT_S = 1.5
-# Seconds from the request for an actor to its host's hello: Ray first starts a worker, an interpreter that imports ray.
-_START_TIMEOUT_S = 2 * HELLO_TIMEOUT_S
 
 
-class RayEngine:
+class RayEngine(ActorEngine):
     """Hosts on the nodes of one placement group; bundle number n is host n."""
 
     name = "ray"
-    spans_machines = True
-    dials_tcp = True
 
-    def __init__(self, spec: MeshSpec) -> None:
-        self._address = Address.parse(spec.on)
-        self._nodes = nodes_to_allocate(self._address, spec)
-        self._mesh_id = secrets.token_hex(4)
-        self._hosts = HostLaunches()
-        self.pop_failed, self.pop_exited = self._hosts.pop_failed, self._hosts.pop_exited
-        self.first_address = self._hosts.first_address
-        self._supervisor = SupervisorWait()
-        self.supervisor_listens = self._supervisor.listens
-        self._driver: RayDriver | None = None
+    def _new_driver(self, folder: Path) -> RayDriver:
+        return RayDriver(folder)
 
-    @property
-    def queue_state(self) -> str:
-        return self._driver.queue_state if self._driver is not None else ""
+    def _first_command(self) -> AllocateNodes:
+        return nodes_to_allocate(self._address, self._spec)
 
-    def runs_in_process(self, num_hosts: int) -> bool:
-        return False
-
-    def launch(self, host: int, start: HostStart) -> None:
-        if self._driver is None or self._driver.has_ended:
-            if self._driver is not None:
-                self._driver.close()
-            self._driver = RayDriver(start.folder)
-            self._driver.begin(self._nodes)
-        self._hosts.discard(host)
-        words = ["-P", "-m", "meshbook.host.remote", f"{start.mesh[:24]}-{self._mesh_id}", str(host)]
-        words += [] if start.torch else ["--light"]
-        log_path = start.folder / f"h{host}.{secrets.token_hex(2)}.log"
-        # Without one of ours that of Ray's workers counts, but for a Ray of our own: theirs is the driver's.
-        own = self._address.head == "local" or "PYTHONPATH" in os.environ
-        environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")} if own else {}
-        launch = RayHost(self._driver, host, self._address.python, words, environment, log_path)
-
-        def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, self._supervisor.wait())
-
-        self._hosts.begin(host, launch, prepare)
-
-    def close(self) -> None:
-        if self._driver is not None:
-            self._driver.give_up()
-        self._hosts.close()
-        if self._driver is not None:
-            self._driver.close()
+    def _has_workers_of_its_own(self) -> bool:
+        return self._address.head == "local"
 
 
 def nodes_to_allocate(address: Address, spec: MeshSpec) -> AllocateNodes:
@@ -115,100 +39,3 @@ def nodes_to_allocate(address: Address, spec: MeshSpec) -> AllocateNodes:
         num_gpus=float(options["num_gpus"]) if "num_gpus" in options else num_gpus,
         gpus_if_any=ranks_per_node,
     )
-
-
-class RayHost(HostLaunch):
-    """One actor on one node, with a host as its child."""
-
-    def __init__(
-        self,
-        driver: RayDriver,
-        host: int,
-        python: str | None,
-        module: list[str],
-        environment: dict[str, str],
-        log_path: Path,
-    ) -> None:
-        """
-        Args:
-            python: the interpreter there; None: that of Ray's workers.
-            module: what follows the interpreter.
-            environment: in addition to that of Ray's workers.
-            log_path: of what the host writes to standard error.
-        """
-        super().__init__()
-        self._driver, self._host, self._python, self._module = driver, host, python, module
-        self._environment, self._log = environment, log_path
-        self._node: str | None = None
-        self._first_line: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._end: HostEnded | HostActorLost | None = None
-        self._has_ended = threading.Event()
-        self._launch = driver.new_launch(self._hear)
-
-    @property
-    def machine_name(self) -> str:
-        return self._node or f"node {self._host}"
-
-    def open(self) -> RemoteHello:
-        address = self._driver.allocated().address
-        words = (*self._module, f"--launched-from={address}")
-        self._driver.send(StartHost(self._launch, self._host, self._python, words, self._environment))
-        line = b""
-        with contextlib.suppress(queue.Empty):
-            line = self._first_line.get(timeout=_START_TIMEOUT_S)
-        if (hello := decode_hello(line, self.machine_name)) is None:
-            raise StartError(self._why_no_hello())
-        return hello
-
-    def _write(self, data: bytes) -> None:
-        self._driver.send(WriteInput(self._launch, data.decode()))
-
-    def _wait_for_end(self) -> str:
-        self._has_ended.wait()
-        if isinstance(self._end, HostEnded):
-            return describe_host_end(self._end.code, self._last_words())
-        return f"is lost to Ray{quoted(self._last_words())}"
-
-    def _why_no_hello(self) -> str:
-        words = self._last_words()
-        match self._end:
-            case None:
-                return f"{self.machine_name}: Ray did not start its host within {_START_TIMEOUT_S:.0f} s{quoted(words)}"
-            case HostActorLost():
-                return f"{self.machine_name} could not start a host: {words}"
-            case HostEnded(code=code):
-                python = self._python or "Ray's workers' python"
-                return explain_interpreter(self.machine_name, python, code, words, "ray") or (
-                    f"{self.machine_name} could not start a host: {python} exited with status {code}{quoted(words)}"
-                )
-
-    def _last_words(self) -> str:
-        """Return the last lines of what the host, or Ray of its actor, has said."""
-        if isinstance(self._end, HostActorLost):
-            return last_lines(self._end.words)
-        return last_lines(self._log.read_text(errors="replace")) if self._log.exists() else ""
-
-    def terminate(self) -> None:
-        self._driver.send(CloseInput(self._launch))
-
-    def close(self) -> None:
-        self.terminate()
-        if not self._has_ended.wait(_END_TIMEOUT_S if self._node is not None else 0):
-            self._driver.send(KillHost(self._launch))
-        self._join(_END_TIMEOUT_S)
-
-    # ---- on the driver's thread
-
-    def _hear(self, news: HostNews) -> None:
-        match news:
-            case HostStarted():
-                self._node = news.node
-            case HostWrote():
-                self._first_line.put(news.line.encode())
-            case HostLogged():
-                with contextlib.suppress(OSError), open(self._log, "a") as log:  # the mesh's folder may be gone
-                    log.write(news.text)
-            case HostEnded() | HostActorLost():
-                self._end = news
-                self._has_ended.set()
-                self._first_line.put(b"")

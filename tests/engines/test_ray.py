@@ -8,9 +8,9 @@ import pytest
 
 from meshbook.controller.starting import create_mesh
 from meshbook.engines.addresses import Address
+from meshbook.engines.driver_messages import AllocateNodes
 from meshbook.engines.ray import nodes_to_allocate
-from meshbook.engines.ray_driver import explain
-from meshbook.engines.ray_messages import AllocateNodes
+from meshbook.engines.ray_driver import RayDriver
 from meshbook.wire.messages import MeshSpec
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -39,19 +39,21 @@ def test_other_versions_are_said_in_rays_words_with_what_to_do() -> None:
         "RuntimeError: Version mismatch: The cluster was started with: Ray: 2.59.0 Python: 3.11.4 This process on "
         "10.0.0.7 was started with: Ray: 2.60.0 Python: 3.11.9"
     )
-    text = explain(words)
+    text = RayDriver.explain(words)
     assert text is not None
     assert words in text
     assert "start the notebook from an environment with the cluster's versions" in text
-    assert explain("something else") is None
+    assert RayDriver.explain("something else") is None
 
 
 def test_a_missing_token_and_a_machine_that_is_no_node_are_said_with_what_to_do() -> None:
     failed = "ConnectionError: Failed to connect to Ray cluster at 10.0.0.1:6379; "
-    text = explain(failed + "AuthenticationError: Authentication token is missing")
+    text = RayDriver.explain(failed + "AuthenticationError: Authentication token is missing")
     assert text is not None
     assert "give the notebook RAY_AUTH_MODE=token" in text
-    text = explain(failed + "RuntimeError: No node info found matching attributes: '' when trying to resolve node")
+    text = RayDriver.explain(
+        failed + "RuntimeError: No node info found matching attributes: '' when trying to resolve node"
+    )
     assert text is not None
     assert "this machine is no node of that cluster" in text
 
