@@ -98,7 +98,10 @@ CONFINED = {
     "starlette": {"gateway.http_app": "the web", "gateway.events": "the web"},
     "uvicorn": {"gateway.http_server": "serves it"},
     "marimo": {"marimo.executor": "runs its cells"},
-    "monarch": {"engines": "an engine"},
+    "monarch": {
+        "engines.monarch_main": "the process that speaks to Monarch",
+        "engines.monarch_jobs": "... and what it asks for",
+    },
     "ray": {"engines.ray_main": "the process that speaks to Ray"},
     "transformers": {"rank.tensors.pretrained": "reads models from folders"},
 }

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 
 from meshbook.cli.doctor import CheckResult
+from meshbook.cli.doctor_monarch import check_monarch
 from meshbook.cli.doctor_ray import check_ray
 from meshbook.cli.doctor_slurm import check_slurm
 from meshbook.controller.clusters import resolve
@@ -33,6 +34,8 @@ def check_machines(on: str) -> list[CheckResult]:
         return list(check_slurm(address))
     if address.scheme == "ray":
         return list(check_ray(address))
+    if address.scheme == "monarch":
+        return list(check_monarch(address))
     probes = probe_machines(address, measure=True)
     here = gather_facts()
     return [result for probe in probes for result in _check(probe, here)] + list(_check_pairs(probes))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshbook.cli.doctor import CheckResult
 from meshbook.engines.addresses import Address
+from meshbook.engines.driver_messages import ClusterDescribed, DescribeCluster
 from meshbook.engines.ray_driver import RayDriver
-from meshbook.engines.driver_messages import DescribeCluster
 from meshbook.errors import StartError
 
 
@@ -29,6 +29,7 @@ def check_ray(address: Address) -> Iterator[CheckResult]:
         try:
             driver.begin(DescribeCluster(address.head))
             cluster = driver.described()
+            assert isinstance(cluster, ClusterDescribed)
         except StartError as error:
             what, _, remedy = str(error).partition("; ")
             yield CheckResult("missing", "ray", what, remedy)

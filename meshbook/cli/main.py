@@ -164,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "what this machine lacks, and how to get it")
     doctor.add_argument(
         "--on",
-        help="look at these machines instead: ssh://gpu1,gpu2, slurm://PARTITION, ray://auto, or a cluster "
-        "of meshbook.toml",
+        help="look at these machines instead: ssh://gpu1,gpu2, slurm://PARTITION, ray://auto, monarch://process, or a "
+        "cluster of meshbook.toml",
     )
     doctor.add_argument(
         "--gpu", action="store_true", help="run on this machine's GPUs what training runs, for a minute or two"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from meshbook.controller.config import Defaults
 from meshbook.controller.hosts import busy_gpus
-from meshbook.engines.addresses import Address
+from meshbook.engines.addresses import Address, is_job_file
 from meshbook.engines.probe import probe_machines
 from meshbook.errors import MeshShapeError, StartError, UsageError
 from meshbook.mesh_axes import MeshAxes
+
+# Who is asked for GPUs, and how.
+_ASKS_FOR_GPUS = {
+    "slurm": ("Slurm", "slurm://…?gpus-per-node=8"),
+    "ray": ("Ray", "ray://…?num_gpus=8"),
+    "monarch": ("Monarch's SlurmJob", "monarch://slurm?gpus_per_node=8"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,12 @@ def choose_machines(
     """Return the machines of a mesh, and its axes. Blocks if they must be asked how many ranks they have room for.
 
     Args:
-        on: `ssh://gpu1,gpu2`, `slurm://partition`, `ray://auto`, or a name of meshbook.toml.
-        nodes: how many of the machines; None: all, and one where Slurm or Ray chooses them.
+        on: `ssh://gpu1,gpu2`, `slurm://partition`, `ray://auto`, `monarch://slurm`, or a name of meshbook.toml.
+        nodes: how many of the machines; None: all, and one where a launcher chooses them.
         axes: as `MeshAxes.of` takes them; without any, axes "node" and "gpu".
 
     Raises:
-        UsageError: `on` is no address, and no name of a cluster; or Slurm or Ray is to choose machines, and nothing
+        UsageError: `on` is no address, and no name of a cluster; or a launcher is to choose machines, and nothing
             says how many ranks each has room for.
         StartError: fewer machines than nodes, or one cannot be reached.
         MeshShapeError: the axes do not fit the machines.
@@ -61,6 +69,11 @@ def choose_machines(
             f"{num_hosts} nodes are asked for, and the Ray that ray://local starts is one node, this machine; leave "
             "--nodes out, or name a cluster: ray://auto, ray://head:6379"
         )
+    if address.job == "local" and num_hosts != 1:
+        raise StartError(
+            f"{num_hosts} nodes are asked for, and monarch://local is one, this machine; leave --nodes out, or take "
+            "monarch://process, which has as many as you say"
+        )
     if any(value is not None for value in axes.values()):
         grid = MeshAxes.of(gpus_per_node=gpus_per_node, **axes)
     else:
@@ -71,17 +84,21 @@ def choose_machines(
 
 
 def resolve(on: str, defaults: Defaults) -> str:
-    """Return the address of a cluster of meshbook.toml by its name; an address as it is."""
+    """Return the address of a cluster of meshbook.toml by its name; an address as it is, but for a file's path."""
+    if is_job_file(on):
+        return f"monarch:{Path(on.removeprefix('monarch:')).expanduser().absolute()}"
     if "://" in on:
         return on
     if on in defaults.clusters:
         cluster = dict(defaults.clusters[on])
         address = cluster.pop("on")
-        return f"{address}{'&' if '?' in address else '?'}{urlencode(cluster)}" if cluster else address
+        return resolve(
+            f"{address}{'&' if '?' in address else '?'}{urlencode(cluster)}" if cluster else address, defaults
+        )
     known = ", ".join(sorted(defaults.clusters)) or "none"
     raise UsageError(
-        f"{on!r} is no address of machines (ssh://gpu1,gpu2, slurm://gpu, ray://auto) and no cluster of meshbook.toml "
-        f'(known: {known}); a cluster is written there like:\n[clusters.{on}]\non = "ssh://gpu1,gpu2"'
+        f"{on!r} is no address of machines (ssh://gpu1,gpu2, slurm://gpu, ray://auto, monarch://slurm) and no cluster "
+        f'of meshbook.toml (known: {known}); a cluster is written there like:\n[clusters.{on}]\non = "ssh://gpu1,gpu2"'
     )
 
 
@@ -108,7 +125,7 @@ def _ranks_per_machine(address: Address, num_hosts: int) -> int:
     """Return one per GPU of the machine with the fewest; without GPUs, 2 to 4 by cores."""
     if not address.machines:
         if address.gpus_per_node is None:
-            launcher, query = ("Ray", "ray://…?num_gpus=8") if address.head else ("Slurm", "slurm://…?gpus-per-node=8")
+            launcher, query = _ASKS_FOR_GPUS[address.scheme]
             raise UsageError(
                 "how many ranks are to run on each node? Say it with --per-node 8 (gpus_per_node=8 in Python), or ask "
                 f"{launcher} for GPUs, each of which gets a rank: {query}"

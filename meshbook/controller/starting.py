@@ -69,7 +69,8 @@ def create_mesh(
             is then how many of them are used (default: all), and each has equally many ranks; without axes or
             `gpus_per_node`, one per GPU of the machine with the fewest, else 2 to 4 by cores. Or nodes of a Slurm
             cluster, `slurm://PARTITION?account=x&time=2:00:00`, whose queue's words are printed while one waits. Or
-            nodes of a Ray cluster, `ray://auto`, `ray://head:6379`; `ray://local` starts a Ray.
+            nodes of a Ray cluster, `ray://auto`, `ray://head:6379`; `ray://local` starts a Ray. Or hosts of a Monarch
+            job: `monarch://slurm?partition=gpu`, `monarch:my_cluster.py:job`.
         num_hosts: simulate this many hosts on this machine.
         start_method: "fork" (from a warm fork server) or "fresh" (new interpreters).
         device: "auto": a GPU for each rank if there are enough, else the CPU. "cuda": ranks share GPUs if there are

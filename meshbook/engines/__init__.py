@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshbook.engines.base import HostEngine
 from meshbook.engines.local import LocalEngine
+from meshbook.engines.monarch import MonarchEngine
 from meshbook.engines.ray import RayEngine
 from meshbook.engines.slurm import SlurmEngine
 from meshbook.engines.ssh import SshEngine
@@ -17,4 +18,5 @@ ENGINES: dict[str, Callable[[MeshSpec], HostEngine]] = {
     "ssh": SshEngine,
     "slurm": SlurmEngine,
     "ray": RayEngine,
+    "monarch": MonarchEngine,
 }

@@ -29,6 +29,7 @@ from meshbook.engines.driver_messages import (
     HostNews,
     HostStarted,
     HostWrote,
+    JobDescribed,
     NodesAllocated,
     NodesAwaited,
 )
@@ -37,6 +38,8 @@ from meshbook.errors import StartError
 
 # Seconds for the driver to end its hosts, give back what it has on the cluster, and leave it.
 _END_TIMEOUT_S = 6.0
+
+_Outcome = NodesAllocated | ClusterDescribed | JobDescribed
 
 
 class LauncherDriver(ABC):
@@ -62,7 +65,7 @@ class LauncherDriver(ABC):
         self._launches = itertools.count()
         self._listeners: dict[int, Callable[[HostNews], None]] = {}
         self._is_decided = threading.Event()  # the nodes are there, or will never be
-        self._outcome: NodesAllocated | ClusterDescribed | str = ""  # str: why there are none
+        self._outcome: _Outcome | str = ""  # str: why there are none
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
@@ -102,10 +105,10 @@ class LauncherDriver(ABC):
         assert isinstance(outcome, NodesAllocated)
         return outcome
 
-    def described(self) -> ClusterDescribed:
-        """Return what the cluster has. Blocks. Raises StartError: there is no cluster."""
+    def described(self) -> ClusterDescribed | JobDescribed:
+        """Return what there is. Blocks. Raises StartError: there is no cluster, or no job."""
         outcome = self._wait()
-        assert isinstance(outcome, ClusterDescribed)
+        assert not isinstance(outcome, NodesAllocated)
         return outcome
 
     def new_launch(self, listener: Callable[[HostNews], None]) -> int:
@@ -155,7 +158,7 @@ class LauncherDriver(ABC):
         match report:
             case NodesAwaited():
                 self.queue_state = report.state
-            case NodesAllocated() | ClusterDescribed():
+            case NodesAllocated() | ClusterDescribed() | JobDescribed():
                 self._decide(report)
             case ClusterFailed():
                 words = " ".join(report.words.split())
@@ -164,13 +167,13 @@ class LauncherDriver(ABC):
             case HostStarted() | HostWrote() | HostLogged() | HostEnded() | HostActorLost():
                 self._listeners[report.launch](report)
 
-    def _decide(self, outcome: NodesAllocated | ClusterDescribed | str) -> None:
+    def _decide(self, outcome: _Outcome | str) -> None:
         self.queue_state = ""
         if not self._is_decided.is_set():
             self._outcome = outcome
             self._is_decided.set()
 
-    def _wait(self) -> NodesAllocated | ClusterDescribed:
+    def _wait(self) -> _Outcome:
         self._is_decided.wait()
         if isinstance(self._outcome, str):
             raise StartError(self._outcome)

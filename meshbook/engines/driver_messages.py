@@ -42,6 +42,12 @@ class AllocateJob(DriverLine, frozen=True):
     name: str = ""  # of the job in it
 
 
+class DescribeJob(DriverLine, frozen=True):
+    """Make a Monarch job without starting it, and say what it is. In place of AllocateJob."""
+
+    job: AllocateJob
+
+
 class StartHost(DriverLine, frozen=True):
     """Start a process on a node: an actor does."""
 
@@ -89,6 +95,14 @@ class ClusterDescribed(DriverLine, frozen=True):
     nodes: tuple[tuple[str, str, float, float], ...]  # hostname, address, CPUs, GPUs of each that lives
 
 
+class JobDescribed(DriverLine, frozen=True):
+    """What DescribeJob has found."""
+
+    version: str  # of Monarch
+    kind: str  # the name of its class
+    is_started: bool  # by the user's program
+
+
 class NodesAwaited(DriverLine, frozen=True):
     """They are not there yet."""
 
@@ -132,6 +146,8 @@ class HostActorLost(DriverLine, frozen=True):
     words: str  # the launcher's own
 
 
-DriverCommand = AllocateNodes | DescribeCluster | AllocateJob | StartHost | WriteInput | CloseInput | KillHost
+DriverCommand = (
+    AllocateNodes | DescribeCluster | AllocateJob | DescribeJob | StartHost | WriteInput | CloseInput | KillHost
+)
 HostNews = HostStarted | HostWrote | HostLogged | HostEnded | HostActorLost
-DriverReport = ClusterFailed | ClusterDescribed | NodesAwaited | NodesAllocated | HostNews
+DriverReport = ClusterFailed | ClusterDescribed | JobDescribed | NodesAwaited | NodesAllocated | HostNews

@@ -34,9 +34,9 @@ class LaunchedChild:
         Args:
             python: None: the interpreter of this process.
             environment: in addition to this process's.
-            without: names of this process's environment that are left out.
+            without: what of this process's environment is left out: how its names begin.
         """
-        own = {name: value for name, value in os.environ.items() if name not in without}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(without)}
         try:
             self._process = subprocess.Popen(
                 ["sh", "-c", _IN_BACKGROUND, python or sys.executable, *words], stdin=subprocess.PIPE,

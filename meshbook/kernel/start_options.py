@@ -53,8 +53,8 @@ def mesh_options(options: argparse.Namespace) -> MeshOptions:
         axes = cluster.grid
     elif options.nodes is not None or options.per_node is not None:
         raise UsageError(
-            "--nodes and --per-node are of several machines; say which with --on ssh://gpu1,gpu2, --on slurm:// or "
-            "--on ray://auto. To simulate them on this one: --hosts 2"
+            "--nodes and --per-node are of several machines; say which with --on ssh://gpu1,gpu2, --on slurm://, "
+            "--on ray://auto or --on monarch://slurm. To simulate them on this one: --hosts 2"
         )
     return MeshOptions(
         ranks=count,

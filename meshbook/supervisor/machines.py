@@ -104,7 +104,7 @@ class MachineTable:
         if not found:
             return None
         return (
-            self._same_machine(found)
+            self._same_machine(found, spec)
             or self._too_few_gpus(found, spec)
             or (
                 None
@@ -113,9 +113,11 @@ class MachineTable:
             )
         )
 
-    def _same_machine(self, found: dict[int, MachineFacts]) -> str | None:
+    def _same_machine(self, found: dict[int, MachineFacts], spec: MeshSpec) -> str | None:
         first: dict[str, int] = {}
         for host, facts in found.items():
+            if self._address is not None and self._address.job and (spec.device == "cpu" or not facts.gpus):
+                continue  # a Monarch job may well have several hosts on a machine; only their GPUs would be taken twice
             other = first.setdefault(facts.machine, host)
             if other != host:
                 return (

@@ -36,6 +36,15 @@ def test_a_ray_cluster_is_known_by_its_head_and_asked_in_rays_words() -> None:
     assert Address.parse("ray://auto").gpus_per_node is None
 
 
+def test_a_monarch_job_is_made_by_its_kind_or_is_in_a_file() -> None:
+    address = Address.parse("monarch://slurm?partition=gpu&gpus_per_node=8&python=/opt/python")
+    assert (address.scheme, address.job, address.python) == ("monarch", "slurm", "/opt/python")
+    assert (dict(address.options), address.gpus_per_node) == ({"partition": "gpu", "gpus_per_node": "8"}, 8)
+    address = Address.parse("monarch:/home/me/my_cluster.py:job?mesh=trainers&versions=any")
+    assert (address.job, address.options) == ("/home/me/my_cluster.py:job", (("mesh", "trainers"),))
+    assert address.allows_any_versions
+
+
 @pytest.mark.parametrize(
     ("query", "gpus"),
     [
@@ -55,7 +64,7 @@ def test_a_node_of_slurm_has_as_many_gpus_as_are_asked_for(query: str, gpus: int
     ("text", "words"),
     [
         ("gpu1,gpu2", "says no way to its machines"),
-        ("tpu://gpu1", "there is no way tpu:// to machines; known: ssh://, slurm://, ray://"),
+        ("tpu://gpu1", "there is no way tpu:// to machines; known: ssh://, slurm://, ray://, monarch://"),
         ("ssh://", "names no machine"),
         ("ssh://gpu1,,gpu2", "'' in"),
         ("ssh://gpu1,gpu1", "names gpu1 twice"),
@@ -68,6 +77,14 @@ def test_a_node_of_slurm_has_as_many_gpus_as_are_asked_for(query: str, gpus: int
         ("ray://a,b", "is no head of a Ray cluster"),
         ("ray://auto?gpus=8", "which ray:// does not know; it knows num_cpus"),
         ("ray://auto?num_gpus=many", "num_gpus=many in"),
+        ("monarch://", "'' in 'monarch://' is no kind of Monarch job; known: process, local, ssh, slurm, kubernetes"),
+        ("monarch://lsf", "'lsf' in"),
+        ("monarch://slurm?nodes=2", "which monarch:// does not know; it knows partition, the partition"),
+        ("monarch://slurm?gpus_per_node=all", "gpus_per_node=all in"),
+        ("monarch://ssh", "does not say the machines, with commas: monarch://ssh?hosts=…"),
+        ("monarch://kubernetes?image=x", "does not say the namespace"),
+        ("monarch:my_cluster.py", "is no Python file and name in it"),
+        ("monarch:cluster.yaml:job", "is no Python file and name in it"),
         ("slurm://gpu?versions=some", "versions=some is not known"),
         ("slurm://-p", "'-p' in"),
         ("slurm://gpu?nodes=4", "which is set by --nodes of the mesh"),

@@ -27,11 +27,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "ssh": {"on": "ssh://n1,n2"},
     "slurm": {"on": "slurm://", "nodes": 2},
     "ray": {"on": "ray://auto", "nodes": 2},
+    "monarch": {"on": "monarch://process", "nodes": 2},
 }
 
 
 def marks(way: dict[str, Any]) -> list[pytest.MarkDecorator]:
     on = way.get("on", "")
+    if on.startswith("monarch:"):  # its hosts are processes of this machine, and need no bed
+        return [pytest.mark.monarch, pytest.mark.thorough]
     found = [pytest.mark.cluster] if on else [] if "num_hosts" in way else [pytest.mark.thorough]
     if on.startswith("ray:"):  # the first test starts the cluster, for which it has several tries
         found += [pytest.mark.ray, pytest.mark.timeout(RAY_TIMEOUT_S)]

@@ -59,6 +59,13 @@ def test_one_machine_under_two_names_is_refused() -> None:
     assert text.startswith("n1 and n2 are one machine")
 
 
+def test_a_monarch_job_may_have_its_hosts_on_one_machine_unless_they_would_share_gpus() -> None:
+    assert problem({"machine": "same"}, {"machine": "same"}, on="monarch://process") is None
+    shared: dict[str, Any] = {"machine": "same", "gpus": (GPU, GPU)}
+    assert problem(shared, shared, on="monarch://process", device="cpu") is None
+    assert "are one machine" in (problem(shared, shared, on="monarch://process") or "")
+
+
 def test_more_ranks_than_gpus_are_refused_with_the_machine() -> None:
     text = problem({"gpus": (GPU, GPU)}, {"gpus": (GPU,)}, device="cuda")
     assert text == (

@@ -1,0 +1,42 @@
+"""The driver process of a mesh on Monarch (`engines/monarch_main`)."""
+
+from __future__ import annotations
+
+import os
+
+from meshbook.engines.driver import LauncherDriver
+
+# Monarch's own timers, unless the user has set them. Without them a host without power is a minute's wait for Monarch,
+# and with less than 10 s one that is only busy is lost.
+_TIMERS = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10s",
+}
+
+
+class MonarchDriver(LauncherDriver):
+    """A process that is the client of a Monarch job."""
+
+    launcher = "Monarch"
+    module = "meshbook.engines.monarch_main"
+    explanations = (
+        ("No module named 'monarch'",
+         "there is no Monarch for {python}",
+         "install it: {python} -m pip install 'meshbook[monarch]'"),
+        ("install kubernetes",
+         "Monarch's KubernetesJob needs Kubernetes' Python client",
+         "install it: {python} -m pip install kubernetes"),
+        ("in-cluster Kubernetes config",
+         "this machine is no pod of a Kubernetes cluster",
+         "name a kubeconfig: monarch://kubernetes?kubeconfig=~/.kube/config&…; or start the notebook in a pod"),
+        ("'sbatch'",
+         "there is no Slurm on this machine",
+         "start the notebook on a machine from which jobs are submitted, such as the login node"),
+        ("Failed to submit SLURM job",
+         "Slurm does not take Monarch's job",
+         "`sinfo` lists the partitions, and `sacctmgr show associations user=$USER` the accounts"),
+    )  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        return {name: os.environ.get(name, value) for name, value in _TIMERS.items()}

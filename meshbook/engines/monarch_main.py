@@ -1,0 +1,183 @@
+"""The driver of a mesh's hosts on Monarch: `python -m meshbook.engines.monarch_main`; its engine speaks to it by lines.
+
+Only this process and its guard import monarch: it starts threads, and a process can be one client only. The job is
+ended with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import importlib.metadata
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import monarch.actor
+import msgspec
+from monarch.actor import Actor, concurrent_endpoint
+from monarch.job import JobTrait
+
+from meshbook.engines import launched_child
+from meshbook.engines.driver_main import DriverMain, serve
+from meshbook.engines.driver_messages import (
+    AllocateJob,
+    DescribeJob,
+    DriverCommand,
+    DriverLine,
+    JobDescribed,
+    StartHost,
+)
+from meshbook.engines.monarch_guard import DONE, GuardedJob
+from meshbook.engines.monarch_jobs import choose_hosts, make_job
+
+_LEAVE_TIMEOUT_S = 2.5
+# How names of Monarch's own processes' environment begin. Ranks that use Monarch are clients of their own.
+_NOT_FOR_RANKS = ("HYPERACTOR_", "MONARCH_CLIENT_TRACE_ID", "_MONARCH_WORKER_ADDR")
+
+
+class MonarchHost(Actor):
+    """On each host: a `LaunchedChild`."""
+
+    def __init__(self) -> None:
+        self._child = launched_child.LaunchedChild()
+
+    @concurrent_endpoint
+    async def start(self, python: str | None, words: tuple[str, ...], environment: dict[str, str]) -> str:
+        return self._child.start(python, words, environment, _NOT_FOR_RANKS)
+
+    @concurrent_endpoint
+    async def next_event(self) -> tuple[str, Any]:
+        return await asyncio.to_thread(self._child.next_event)
+
+    @concurrent_endpoint
+    async def write(self, data: bytes) -> None:
+        self._child.write(data)
+
+    @concurrent_endpoint
+    async def close_input(self) -> None:
+        self._child.close_input()
+
+
+class MonarchActor:
+    """A `MonarchHost`, as its client sees it."""
+
+    def __init__(self, procs: Any, actor: Any) -> None:
+        self._procs, self._actor = procs, actor
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self, python: str | None, words: tuple[str, ...], environment: dict[str, str]) -> str:
+        hostname: str = await self._actor.start.call_one(python, words, environment)
+        return hostname
+
+    async def next_event(self) -> tuple[str, Any]:
+        event: tuple[str, Any] = await self._actor.next_event.call_one()
+        return event
+
+    def write(self, data: bytes) -> None:
+        self._actor.write.broadcast(data)
+
+    def close_input(self) -> None:
+        self._actor.close_input.broadcast()
+
+    def kill(self) -> None:
+        self._ending = asyncio.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        with contextlib.suppress(Exception):  # its host may be gone
+            await self._procs.stop()
+
+
+class MonarchMain(DriverMain):
+    """Does what the engine asks for, on Monarch."""
+
+    lost_errors = (monarch.actor.ActorError, RuntimeError)  # its SupervisionError is one
+
+    def __init__(self, report: Callable[[DriverLine], None], commands: asyncio.Queue[DriverCommand | None]) -> None:
+        super().__init__(report, commands)
+        self._job: JobTrait | None = None  # one that this process has started
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._hosts: Any = None
+
+    async def allocate(self, first: DriverCommand) -> str | None:
+        if isinstance(first, DescribeJob):
+            described = make_job(first.job)
+            version = importlib.metadata.version("torchmonarch")
+            self.report(JobDescribed(version, type(described).__name__, described.active))
+        if not isinstance(first, AllocateJob):
+            return None
+        job = make_job(first)
+        if not job.active:  # else it is the user's, who has started it
+            self._start_guard()
+            self._job = job
+            await asyncio.to_thread(job.apply)
+            self._tell_guard(job, first.file)
+        kind = type(job).__name__
+        getting = asyncio.create_task(asyncio.to_thread(job.state, None))
+        if not await self.wait_for(getting, f"Monarch: waiting for the hosts of its {kind}"):
+            return None
+        self._hosts = choose_hosts(getting.result(), first)
+        return "127.0.0.1" if first.kind in ("process", "local") else _own_address()
+
+    async def new_actor(self, start: StartHost) -> MonarchActor:
+        host = self._hosts.slice(hosts=start.node)
+        procs = host.spawn_procs({"agents": 1}, name=f"meshbook{start.launch}")
+        return MonarchActor(procs, procs.spawn(f"host{start.launch}", MonarchHost))
+
+    async def leave(self) -> None:
+        if self._job is None:
+            return
+        try:
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                await asyncio.to_thread(self._job.kill)
+        except TimeoutError:
+            return  # the guard goes on
+        self._write_guard(DONE)
+
+    # ---- the guard
+
+    def _start_guard(self) -> None:
+        command = [sys.executable, "-P", "-m", "meshbook.engines.monarch_guard"]
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _tell_guard(self, job: JobTrait, file: str) -> None:
+        try:
+            pickled = base64.b64encode(job.dumps()).decode()
+        except Exception as error:
+            print(f"the job cannot be pickled, and outlives a driver that is killed: {error}", file=sys.stderr)
+            return
+        self._write_guard(msgspec.json.encode(GuardedJob(file, pickled)))
+
+    def _write_guard(self, line: bytes) -> None:
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(line + b"\n")
+        self._guard.stdin.flush()
+
+
+def _own_address() -> str:
+    """Return this machine's address on the way out. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 9))
+        except OSError:  # a network without a way out
+            return socket.gethostbyname(socket.gethostname())
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _log_fault(failure: Any) -> None:
+    """Take note of an actor that has ended, which the call to it says; Monarch itself would end the process."""
+    print(failure.report(), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    monarch.actor.unhandled_fault_hook = _log_fault
+    cloudpickle.register_pickle_by_value(launched_child)
+    serve(MonarchMain)
