@@ -98,6 +98,10 @@ class DriverMain(ABC):
     async def leave(self) -> None:
         """Give back what there is on the cluster. Waits for some seconds at most."""
 
+    def words_of(self, error: Exception) -> str:
+        """Return what the launcher says of an actor's end."""
+        return str(error)
+
     # ---- the mesh's life
 
     async def run(self) -> None:
@@ -163,7 +167,7 @@ class DriverMain(ABC):
         except Exception as error:
             if not isinstance(error, (ActorLost, *self.lost_errors)):
                 traceback.print_exc()  # into the driver's log
-            self.report(HostActorLost(start.launch, str(error)))
+            self.report(HostActorLost(start.launch, self.words_of(error)))
         finally:
             if (actor := self._actors.pop(start.launch, None)) is not None:
                 actor.kill()

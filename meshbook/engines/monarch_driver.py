@@ -36,6 +36,12 @@ class MonarchDriver(LauncherDriver):
         ("Failed to submit SLURM job",
          "Slurm does not take Monarch's job",
          "`sinfo` lists the partitions, and `sacctmgr show associations user=$USER` the accounts"),
+        ("SLURM job",
+         "Monarch's job has failed in Slurm",
+         "see its slurm_*.err: in the current folder, or that of log_dir=…, which must be there on all nodes"),
+        ("'str' object has no attribute 'get'",
+         "Monarch cannot read what `squeue --json` of this Slurm writes, as that of Slurm 22.05",
+         "use slurm://, which needs no Monarch"),
     )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from monarch._src.job.job import LoginJob, SSHJob  # they have no public names
 from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, job_loads
 
 from meshbook.engines.driver_main import Advised
@@ -49,6 +51,15 @@ def choose_hosts(state: Any, wanted: AllocateJob) -> Any:
             f"ask for --nodes {hosts.size(_MESH)}, or give the job more hosts",
         )
     return hosts
+
+
+def ended_login(job: JobTrait | None, node: int) -> str | None:
+    """Return the host of an SSHJob made here if its ssh has ended, for which Monarch waits a minute; else None."""
+    if not isinstance(job, LoginJob):
+        return None
+    host = job._meshes[_MESH][node]
+    ended = os.waitid(os.P_PID, job._host_to_pid[host].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return host if ended is not None else None
 
 
 def load_job(data: bytes, file: str) -> JobTrait:
@@ -96,8 +107,6 @@ def _local_job(num_hosts: int, options: dict[str, Any]) -> JobTrait:
 
 
 def _ssh_job(num_hosts: int, options: dict[str, Any]) -> JobTrait:
-    from monarch._src.job.job import SSHJob  # it has no public name
-
     names = str(options.pop("hosts")).split(",")
     # With a terminal, for whose end a worker ends: SSHJob itself ends only the ssh here.
     args = ["-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]

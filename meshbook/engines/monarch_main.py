@@ -18,12 +18,14 @@ from typing import Any
 
 import cloudpickle
 import monarch.actor
+import monarch.config
 import msgspec
+from monarch._rust_bindings.monarch_hyperactor.channel import BindSpec
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.job import JobTrait
 
 from meshbook.engines import launched_child
-from meshbook.engines.driver_main import DriverMain, serve
+from meshbook.engines.driver_main import POLL_S, ActorLost, DriverMain, serve
 from meshbook.engines.driver_messages import (
     AllocateJob,
     DescribeJob,
@@ -33,9 +35,10 @@ from meshbook.engines.driver_messages import (
     StartHost,
 )
 from meshbook.engines.monarch_guard import DONE, GuardedJob
-from meshbook.engines.monarch_jobs import choose_hosts, make_job
+from meshbook.engines.monarch_jobs import choose_hosts, ended_login, make_job
 
 _LEAVE_TIMEOUT_S = 2.5
+_OUTSIDE = "8.8.8.8"
 # How names of Monarch's own processes' environment begin. Ranks that use Monarch are clients of their own.
 _NOT_FOR_RANKS = ("HYPERACTOR_", "MONARCH_CLIENT_TRACE_ID", "_MONARCH_WORKER_ADDR")
 
@@ -100,6 +103,7 @@ class MonarchMain(DriverMain):
     def __init__(self, report: Callable[[DriverLine], None], commands: asyncio.Queue[DriverCommand | None]) -> None:
         super().__init__(report, commands)
         self._job: JobTrait | None = None  # one that this process has started
+        self._is_login = False  # it is an SSHJob made here
         self._guard: subprocess.Popen[bytes] | None = None
         self._hosts: Any = None
 
@@ -111,22 +115,41 @@ class MonarchMain(DriverMain):
         if not isinstance(first, AllocateJob):
             return None
         job = make_job(first)
+        address = "127.0.0.1"
+        if first.kind not in ("process", "local"):
+            address = _own_address(first.options.get("hosts", _OUTSIDE).partition(",")[0].rpartition("@")[2])
+        if first.kind in ("ssh", "slurm"):  # the hostname, which Monarch takes, may be one of loopback
+            monarch.config.configure(default_transport=BindSpec(f"tcp://{address}:0"))
         if not job.active:  # else it is the user's, who has started it
             self._start_guard()
-            self._job = job
+            self._job, self._is_login = job, first.kind == "ssh"
             await asyncio.to_thread(job.apply)
             self._tell_guard(job, first.file)
         kind = type(job).__name__
-        getting = asyncio.create_task(asyncio.to_thread(job.state, None))
+        getting = asyncio.create_task(asyncio.to_thread(_state_of, job))
         if not await self.wait_for(getting, f"Monarch: waiting for the hosts of its {kind}"):
             return None
         self._hosts = choose_hosts(getting.result(), first)
-        return "127.0.0.1" if first.kind in ("process", "local") else _own_address()
+        return address
+
+    async def run_host(self, start: StartHost) -> None:
+        running = asyncio.create_task(super().run_host(start))
+        try:
+            while not (await asyncio.wait({running}, timeout=POLL_S))[0]:
+                login = ended_login(self._job, start.node) if self._is_login else None
+                if login is not None:
+                    raise ActorLost(f"ssh to {login} has ended; see that `ssh {login} true` works without a password")
+            await running
+        finally:
+            running.cancel()
 
     async def new_actor(self, start: StartHost) -> MonarchActor:
         host = self._hosts.slice(hosts=start.node)
         procs = host.spawn_procs({"agents": 1}, name=f"meshbook{start.launch}")
         return MonarchActor(procs, procs.spawn(f"host{start.launch}", MonarchHost))
+
+    def words_of(self, error: Exception) -> str:
+        return str(error).partition("\n\nStack backtrace:")[0]
 
     async def leave(self) -> None:
         if self._job is None:
@@ -161,12 +184,22 @@ class MonarchMain(DriverMain):
         self._guard.stdin.flush()
 
 
-def _own_address() -> str:
-    """Return this machine's address on the way out. Nothing is sent."""
+def _state_of(job: JobTrait) -> Any:
+    """Return what hosts it has. Blocks."""
+    try:
+        return job.state(cached_path=None)
+    except Exception:
+        raise
+    except BaseException as error:  # a panic of Monarch's own
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _own_address(peer: str) -> str:
+    """Return this machine's address on the way to a peer. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("8.8.8.8", 9))
-        except OSError:  # a network without a way out
+            probe.connect((peer, 9))
+        except OSError:  # there is no such way, or no such name
             return socket.gethostbyname(socket.gethostname())
         address: str = probe.getsockname()[0]
         return address

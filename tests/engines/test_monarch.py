@@ -87,6 +87,8 @@ def test_a_job_is_asked_for_in_monarchs_words() -> None:
         ("RuntimeError: Failed to load in-cluster Kubernetes config.", "monarch://kubernetes?kubeconfig="),
         ("FileNotFoundError: No such file or directory: 'sbatch'", "there is no Slurm on this machine"),
         ("RuntimeError: Failed to submit SLURM job: sbatch: error: invalid partition", "`sinfo` lists the partitions"),
+        ("RuntimeError: SLURM job 1 failed with status: FAILED", "see its slurm_*.err"),
+        ("AttributeError: 'str' object has no attribute 'get'", "use slurm://, which needs no Monarch"),
     ],
 )
 def test_monarchs_words_are_explained(words: str, what: str) -> None:

@@ -1,0 +1,68 @@
+"""A mesh on the hosts of Monarch's SSHJob. More on Monarch is in tests/engines, whose hosts are on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
+from meshbook.errors import RankLost, StartError
+from tests.budget import WAIT_S, when
+from tests.cluster.bed import NETWORK, Bed
+from tests.engines.test_monarch import begin_to_sleep, driver_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.monarch, pytest.mark.usefixtures("starts_meshes")]
+
+BOTH = f"monarch://ssh?hosts={NETWORK}.1,{NETWORK}.2"
+
+
+def start(bed: Bed, on: str = BOTH, **options: Any) -> Mesh:
+    """Start light ranks, one per host."""
+    with bed.here():
+        return create_mesh(on=on, **{"nodes": 2, "gpus_per_node": 1, "torch": False, **options})
+
+
+def workers(bed: Bed) -> list[str]:
+    return [command for name in bed.running for command in bed.processes(name).values() if "monarch" in command]
+
+
+def test_ranks_are_on_both_machines_and_no_worker_of_monarch_is_left(bed: Bed) -> None:
+    with start(bed, torch=True) as mesh:
+        assert dict(mesh.run("__import__('socket').gethostname()").values) == {0: "n1", 1: "n2"}
+        assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 2.0
+        assert workers(bed)
+    when(lambda: not workers(bed))
+
+
+def test_a_machine_without_power_is_named_and_the_other_goes_on(bed: Bed) -> None:
+    with start(bed) as mesh:
+        future = begin_to_sleep(mesh)
+        bed.power_off("n2")
+        try:
+            error = future.exception(WAIT_S)
+            assert isinstance(error, RankLost)
+            assert error.ranks == (1,)
+            assert "machine n2" in str(error)
+            assert dict(mesh.run("rank").values) == {0: 0}
+        finally:
+            mesh.stop()
+            bed.power_on("n2")
+
+
+def test_workers_on_machines_end_when_driver_and_supervisor_are_killed(bed: Bed) -> None:
+    mesh = start(bed)
+    for pid in (driver_of(mesh), mesh.status().supervisor_pid):
+        os.kill(pid, signal.SIGKILL)
+    when(lambda: not any(bed.processes(name) for name in bed.running))
+
+
+@pytest.mark.timeout(60)
+def test_a_machine_that_cannot_be_reached_is_named_before_monarch_gives_up(bed: Bed) -> None:
+    with pytest.raises(StartError) as raised:
+        start(bed, f"monarch://ssh?hosts={NETWORK}.1,{NETWORK}.99")
+    assert f"ssh to {NETWORK}.99 has ended; see that `ssh {NETWORK}.99 true` works" in str(raised.value)
+    when(lambda: not workers(bed))
