@@ -156,7 +156,8 @@ class MonarchMain(DriverMain):
             return
         try:
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
-                await asyncio.to_thread(self._job.kill)
+                with contextlib.suppress(NotImplementedError):  # pods that were there, which Monarch does not end
+                    await asyncio.to_thread(self._job.kill)
         except TimeoutError:
             return  # the guard goes on
         self._write_guard(DONE)
