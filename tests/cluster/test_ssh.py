@@ -137,7 +137,7 @@ def test_a_line_runs_before_python_and_its_failure_is_named(
     with create_mesh(2, on="lab", torch=False) as mesh:
         assert dict(mesh.run("__import__('os').environ['LOADED']").values) == {0: "n1-cuda", 1: "n2-cuda"}
     clusters.write_text('[clusters.lab]\non = "ssh://n1,n2"\nbefore = "modul load cuda"\n')
-    with pytest.raises(StartError, match=r"n1 did not start Python \(.*modul: command not found.*; see before = in"):
+    with pytest.raises(StartError, match=r"n[12] did not start Python \(.*modul: command not found.*; see before = in"):
         create_mesh(2, on="lab", torch=False)
 
 
