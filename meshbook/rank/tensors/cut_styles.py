@@ -96,7 +96,7 @@ class _OwnPart(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _replace_parameters(module, device_mesh, self.placement_of)
-        whole: list[dict[str, Any]] = []  # the module's own parameters, while it sees parts
+        forward = module.forward
 
         def own(parameter: nn.Parameter | None) -> torch.Tensor | None:
             if not isinstance(parameter, DTensor):
@@ -105,21 +105,17 @@ class _OwnPart(ParallelStyle):
                 return self.part_of_whole(parameter.to_local(grad_placements=[Partial()]), device_mesh)
             return parameter.to_local()
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def forward_with_parts(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self.inputs(module, args, kwargs, device_mesh)
-            whole.append(dict(module._parameters))
-            module._parameters.update({name: own(parameter) for name, parameter in whole[-1].items()})  # type: ignore[misc]
-            return args, kwargs
+            whole = dict(module._parameters)
+            parts: Any = {name: own(parameter) for name, parameter in whole.items()}
+            try:  # around it, and not in hooks: torch calls none after a Stop
+                module._parameters.update(parts)
+                return self.output(module, args, forward(*args, **kwargs), device_mesh)
+            finally:
+                module._parameters.update(whole)
 
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> Any:
-            failed = output is None
-            output = output if failed else self.output(module, args, output, device_mesh)
-            if whole:
-                module._parameters.update(whole.pop())
-            return output
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        module.forward = forward_with_parts
         return module
 
 
@@ -237,21 +233,22 @@ def plain_linears(module: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh
 
     forwards = {COLWISE: columns, ROWWISE: rows}
     hooks_before = []
-    for name, style in styles.items():
-        layer: Any = module.get_submodule(name)
-        has_own_bias = isinstance(bias := getattr(layer, "bias", None), DTensor) and bias.placements == (Replicate(),)
-        # A hook more than torch's style has is the user's, and a whole bias FSDP2's.
-        is_known = len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1 and "forward" not in vars(layer)
-        if style in forwards and type(layer) is nn.Linear and is_known and (style == ROWWISE or not has_own_bias):
-            hooks_before.append((layer, layer._forward_pre_hooks, layer._forward_hooks))
-            layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()
-            vars(layer)["forward"] = partial(forwards[style], layer)
     try:
+        for name, style in styles.items():
+            layer: Any = module.get_submodule(name)
+            bias = getattr(layer, "bias", None)
+            has_whole_bias = isinstance(bias, DTensor) and bias.placements == (Replicate(),)  # for FSDP2
+            # A hook more than torch's style has is the user's.
+            is_known = len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1 and "forward" not in vars(layer)
+            if style in forwards and type(layer) is nn.Linear and is_known and (style == ROWWISE or not has_whole_bias):
+                hooks_before.append((layer, layer._forward_pre_hooks, layer._forward_hooks))
+                layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()
+                vars(layer)["forward"] = partial(forwards[style], layer)
         yield
     finally:
         for layer, pre_hooks, hooks in hooks_before:
             layer._forward_pre_hooks, layer._forward_hooks = pre_hooks, hooks
-            del layer.forward
+            vars(layer).pop("forward", None)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
