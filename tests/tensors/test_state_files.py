@@ -105,5 +105,14 @@ def test_what_cannot_be_saved_or_loaded_is_said(mesh2: Mesh, tmp_path: Path) -> 
         other.load_checkpoint(tmp_path / "here")
     with pytest.raises(CellError, match="Missing key"):
         model.load_checkpoint(tmp_path / "here", optimizer)  # was saved without one
+    (model(torch.ones(2, 4)).sum() + 0).backward()
+    optimizer.step()
+    model.save_checkpoint(tmp_path / "trained", optimizer)
+    part, its_optimizer_of_part = with_optimizer(meshbook.distribute(lambda: nn.Linear(4, 3), mesh2, strategy="fsdp"))
+    part.bias.requires_grad_(False)
+    (part(torch.ones(2, 4)).sum() + 0).backward()
+    its_optimizer_of_part.step()
+    with pytest.raises(CellError, match=r"has optimizer\.bias\.exp_avg, .*, for which there is nothing here"):
+        part.load_checkpoint(tmp_path / "trained", its_optimizer_of_part)
     with pytest.raises(UsageError, match="parameters that are not the module's"):
         model.save_checkpoint(tmp_path / "here", its_optimizer)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -49,7 +51,22 @@ def load_state(state: dict[str, Any], folder: str) -> dict[str, Any] | None:
             f"{folder} on rank {dist.get_rank()} is no folder that save_checkpoint has written"
             f"{former if os.path.isdir(f'{folder}.replaced') else ''}"
         )
+    _check_all_is_taken(state, folder)
     state_dict_loader.load(state, checkpoint_id=folder)
     if dist.get_rank() > 0:
         return None
     return pytree.tree_map(lambda leaf: None if isinstance(leaf, DTensor) else leaf, state)  # type: ignore[no-any-return]
+
+
+def _check_all_is_taken(state: dict[str, Any], folder: str) -> None:
+    """Raise UsageError: the folder has something of the module or the optimizer that nothing here would take."""
+    own, _ = flatten_state_dict(state)
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefixes = tuple(f"{part}." for part in state if part != "groups")
+    left = sorted(name for name in saved if name.startswith(prefixes) and name not in own)
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise UsageError(
+            f"{folder} has {', '.join(left[:3])}{more}, for which there is nothing here: give the model that was "
+            "saved, and its optimizer as it is new or after a step of all its parameters"
+        )
