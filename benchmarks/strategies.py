@@ -11,6 +11,7 @@ This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import torch
 import meshbook
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
-from benchmarks.training import cost
+from benchmarks.training import cost, loop
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import engine_of
 
@@ -64,28 +65,17 @@ def steps(
     """A training step of a GPT of one size."""
     engine, pids = engine_of(mesh), list(mesh.execute(os.getpid).values())
     given = gpt.remote_data(mesh, batch, length)
-    by_lines = gpt.remote_step(
-        lambda model: meshbook.distribute(model, mesh, strategy="fsdp"), width, layers, length, given
-    )
-    recorded = meshbook.record(
-        gpt.remote_step(lambda model: meshbook.distribute(model, mesh, strategy="fsdp"), width, layers, length, given)
-    )
 
-    def loop(step: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(iters):
-                step()
-            engine.wait()
+    def stepper() -> Callable[[], Any]:
+        to_ranks = functools.partial(meshbook.distribute, mesh=mesh, strategy="fsdp")
+        return gpt.remote_step(to_ranks, width, layers, length, given)
 
-        for _ in range(4):  # until it is recorded
-            step()
-        return run
-
+    by_lines, recorded = stepper(), meshbook.record(stepper())
     with script(folder, len(pids), width, layers, batch, length) as (train, script_pids):
         contestants = {
             TORCHRUN: cost(lambda: train(iters), script_pids, iters),
-            LINES: cost(loop(by_lines), pids, iters),
-            RECORDED: cost(loop(recorded), pids, iters),
+            LINES: cost(loop(by_lines, iters, engine), pids, iters),
+            RECORDED: cost(loop(recorded, iters, engine), pids, iters),
         }
         found = workbench.take_turns(contestants, rounds, warm_up=2)
     where = f"d={width} L={layers}, {len(pids)} ranks"

@@ -24,6 +24,7 @@ from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import engine_of
+from meshbook.tensors.engine import TensorEngine
 
 SIZES = ((64, 2, 8, 32, 10), (256, 4, 16, 64, 4))  # width, layers, batch, length; steps that are timed together
 
@@ -65,19 +66,10 @@ by_hand = gpt.fsdp_step(mesh, rank, {width}, {layers}, {batch}, {length})""")
     def cell(name: str) -> Callable[[], Any]:
         return lambda: mesh.run(f"for _ in range({iters}): {name}()\nNone")
 
-    def loop(step: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(iters):
-                step()
-            engine.wait()
-
-        for _ in range(4):  # until it is recorded
-            step()
-        return run
-
     contestants = {
-        PLAIN: cell("plain"), RECORDED: loop(recorded), DTENSORS: cell("dtensors"), ONE_BY_ONE: loop(one_by_one),
-        BY_HAND: cell("by_hand"), FSDP: loop(fsdp),
+        PLAIN: cell("plain"), RECORDED: loop(recorded, iters, engine), DTENSORS: cell("dtensors"),
+        ONE_BY_ONE: loop(one_by_one, iters, engine),
+        BY_HAND: cell("by_hand"), FSDP: loop(fsdp, iters, engine),
     }  # fmt: skip
     measured = {name: cost(act, pids, iters) for name, act in contestants.items()}
     where = f"d={width} L={layers}, {len(pids)} ranks"
@@ -92,6 +84,19 @@ by_hand = gpt.fsdp_step(mesh, rank, {width}, {layers}, {batch}, {length})""")
         if base:
             report.add(f"{where}: {name}, CPU of this process", own_cpu, "ms")
     report.note(f"{where}: {recorded.stats()}")
+
+
+def loop(step: Callable[[], Any], iters: int, engine: TensorEngine) -> Callable[[], None]:
+    """Some steps on remote tensors, which are waited for together. Recorded ones are recorded already."""
+
+    def run() -> None:
+        for _ in range(iters):
+            step()
+        engine.wait()
+
+    for _ in range(4):  # until it is recorded
+        step()
+    return run
 
 
 def cost(act: Callable[[], Any], pids: list[int], iters: int) -> Callable[[], tuple[float, float, float]]:

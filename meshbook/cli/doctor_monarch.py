@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from meshbook.cli.doctor import CheckResult
 from meshbook.engines.addresses import Address
@@ -16,18 +14,13 @@ from meshbook.errors import StartError
 
 def check_monarch(address: Address) -> Iterator[CheckResult]:
     """Look at Monarch here, and at the job. Blocks for some seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        driver = MonarchDriver(Path(folder))
-        try:
-            driver.begin(DescribeJob(job_to_allocate(address, 1)))
-            job = driver.described()
-            assert isinstance(job, JobDescribed)
-        except StartError as error:
-            what, _, remedy = str(error).partition("; ")
-            yield CheckResult("missing", "monarch", what, remedy)
-            return
-        finally:
-            driver.close()
+    try:
+        job = MonarchDriver.ask(DescribeJob(job_to_allocate(address, 1)))
+    except StartError as error:
+        what, _, remedy = str(error).partition("; ")
+        yield CheckResult("missing", "monarch", what, remedy)
+        return
+    assert isinstance(job, JobDescribed)
     yield CheckResult("ok", "monarch", job.version)
     state = "which its file has started, and which stays" if job.is_started else "not started yet"
     yield CheckResult("ok", "job", f"a {job.kind}, {state}")

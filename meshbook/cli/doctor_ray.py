@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from meshbook.cli.doctor import CheckResult
 from meshbook.engines.addresses import Address
@@ -24,18 +22,13 @@ def check_ray(address: Address) -> Iterator[CheckResult]:
     if address.head == "local":
         yield CheckResult("ok", "ray", f"{version}; ray://local starts one for the mesh, on this machine")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        driver = RayDriver(Path(folder))
-        try:
-            driver.begin(DescribeCluster(address.head))
-            cluster = driver.described()
-            assert isinstance(cluster, ClusterDescribed)
-        except StartError as error:
-            what, _, remedy = str(error).partition("; ")
-            yield CheckResult("missing", "ray", what, remedy)
-            return
-        finally:
-            driver.close()
+    try:
+        cluster = RayDriver.ask(DescribeCluster(address.head))
+    except StartError as error:
+        what, _, remedy = str(error).partition("; ")
+        yield CheckResult("missing", "ray", what, remedy)
+        return
+    assert isinstance(cluster, ClusterDescribed)
     yield CheckResult("ok", "ray", f"{cluster.version} with Python {cluster.python}, a cluster of {len(cluster.nodes)}")
     for name, at, cpus, gpus in cluster.nodes:
         yield CheckResult("ok", f"node {name}", f"at {at}, {cpus:g} CPUs, {gpus:g} GPUs")

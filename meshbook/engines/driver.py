@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from abc import ABC
 from collections.abc import Callable
@@ -105,11 +106,22 @@ class LauncherDriver(ABC):
         assert isinstance(outcome, NodesAllocated)
         return outcome
 
-    def described(self) -> ClusterDescribed | JobDescribed:
-        """Return what there is. Blocks. Raises StartError: there is no cluster, or no job."""
-        outcome = self._wait()
-        assert not isinstance(outcome, NodesAllocated)
-        return outcome
+    @classmethod
+    def ask(cls, question: DriverCommand) -> ClusterDescribed | JobDescribed:
+        """Return what there is, by a driver of its own. Blocks for some seconds.
+
+        Raises:
+            StartError: there is no cluster, or no job.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            driver = cls(Path(folder))
+            try:
+                driver.begin(question)
+                outcome = driver._wait()
+                assert not isinstance(outcome, NodesAllocated)
+                return outcome
+            finally:
+                driver.close()
 
     def new_launch(self, listener: Callable[[HostNews], None]) -> int:
         """Return a number for one start of a host; `listener` hears of it, on a thread."""

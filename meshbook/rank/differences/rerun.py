@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.diagnose.source_files import is_user_file
 from meshbook.rank.differences.numbers import Place, kinds, largest, place_of, tensors_in, user_frame
+from meshbook.rank.tensors.compiled_blocks import without_compiler
 
 # Operations whose results have no numbers yet.
 _LEAVES_EMPTY = re.compile(r"(new_)?empty|resize|set_")
@@ -268,8 +269,7 @@ def _run_quietly() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if "torch._dynamo" in sys.modules:  # which takes seconds to import, and without which nothing is compiled
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(without_compiler())
         yield
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -26,6 +27,14 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
         raise UsageError(f"torch.compile has no backend {backend!r}; known: {', '.join(known)}")
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)
+
+
+def without_compiler() -> AbstractContextManager[object]:
+    """Return a context in which compiled code runs operation by operation."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import, and without which nothing is compiled
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 @contextmanager

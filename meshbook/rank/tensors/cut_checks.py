@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from meshbook.rank.tensors.compiled_blocks import without_compiler
+
 # How far outputs and gradients may differ, relative to their largest element: rounding in another order.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -161,7 +163,6 @@ def run_with_first_call(checks: Sequence[CutCheck]) -> Iterator[list[str]]:
     """Run each check with what its module is first called with, while this lasts; yield the names of those that ran."""
     ran: list[str] = []
     hooks = []
-    compiled = torch.compiler.set_stance("force_eager") if checks else contextlib.nullcontext()
     for check in checks:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], check: CutCheck = check) -> None:
@@ -171,7 +172,7 @@ def run_with_first_call(checks: Sequence[CutCheck]) -> Iterator[list[str]]:
 
         hooks.append(check.module.register_forward_pre_hook(before, with_kwargs=True))
     try:
-        with compiled:
+        with without_compiler() if checks else contextlib.nullcontext():
             yield ran
     finally:
         for hook in hooks:
