@@ -112,6 +112,8 @@ class ModulePlan:
             interval = self.strategy.checkpoint_interval
             if interval is not None and self.blocks.index(name) % interval == interval - 1:
                 lines.append(f"  its forward runs again in backward (ac={self.strategy.ac!r})")
+            if self.strategy.pp is not None:
+                lines.append(f"  is computed by a stage of {self.strategy.pp}, which gathers its parameters for that")
             if self.strategy.fsdp is not None:
                 lines.append(
                     "  is a block: gathered for its forward and for its backward, and sharded again after each"
@@ -153,7 +155,7 @@ class ModulePlan:
         ]
         if plan.tp is not None:
             lines += self._tensor_parallel_lines(plan.tp)
-        if plan.checkpoint_interval is not None:
+        if plan.checkpoint_interval is not None and plan.pp is None:
             checkpointed = self.blocks[plan.checkpoint_interval - 1 :: plan.checkpoint_interval]
             lines += [
                 "    from torch.distributed._composable.checkpoint_activation import checkpoint",
@@ -171,6 +173,8 @@ class ModulePlan:
             lines += [f"    options = {{'mesh': mesh[{axes!r}], 'mp_policy': MixedPrecisionPolicy({policy})}}"]
             lines += _loop("name", self.blocks, ["fully_shard(model.get_submodule(name), **options)"])
             lines += ["    fully_shard(model, **options)"]
+        elif plan.pp is not None:
+            lines += self._pipeline_lines(plan)
         elif plan.ddp is not None:
             lines += [
                 "    from torch.nn.parallel import DistributedDataParallel",
@@ -179,6 +183,18 @@ class ModulePlan:
         if dtype and plan.fsdp is None:
             lines += [f"    # compute under torch.autocast({self.device!r}, dtype=torch.{dtype})"]
         return "\n".join([*lines, "    return model", ""])
+
+    def _pipeline_lines(self, plan: Plan) -> list[str]:
+        lines = [
+            "    from meshbook.rank.tensors.pipeline import average_gradients, pipeline_blocks",
+            f"    pipeline_blocks(model, mesh[{plan.pp!r}], microbatches={plan.microbatches}, "
+            f"checkpoint_interval={plan.checkpoint_interval})",
+        ]
+        if plan.ddp is not None:
+            lines += [
+                f"    # after backward: average_gradients(list(model.parameters()), mesh.get_group({plan.ddp!r}))"
+            ]
+        return lines
 
     def _has_own_styles(self) -> bool:
         return any("cut_styles" in STYLES[style].code for style in self.styles.values())

@@ -103,7 +103,7 @@ def compare_plans(
     plans = list_candidates(axes, precision, has_blocks=has_blocks)
     estimates = []
     for plan in plans if given is None or given in plans else [given, *plans]:
-        found = footprint_of(plan)
+        found = footprint_of(plan) if plan.pp is None else "not estimated: what its stages take"
         if isinstance(found, str):
             estimates.append(Estimate(plan, error=found))
         else:

@@ -20,6 +20,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.budget import when
 from tests.controller.test_heal import kill
+from tests.tensors import models
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -336,6 +337,26 @@ def test_a_module_on_the_ranks_trains_on(duo: Mesh, strategy: str, given: str) -
         return [parameter.full_tensor() for parameter in model.parameters()]
 
     assert all(map(torch.equal, train(duo, True), train(duo, False)))
+
+
+def test_a_stage_that_is_replaced_computes_on_with_the_parameters_of_its_copy(square: Mesh) -> None:
+    def train(disturb: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        blocks = torch.nn.Sequential(*(models.MLP(8) for _ in range(3)), torch.nn.Linear(8, 1))
+        model = meshbook.distribute(blocks, square, strategy=meshbook.Plan(ddp="dp", pp="tp"))
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        for number in range(4):
+            if disturb and number == 2:
+                next(iter(model.parameters())).sum().item()
+                kill(square, 3)
+                assert "the same part, cut over tp" in str(square.heal())
+            opt.zero_grad()
+            x = torch.full((4, 8), 1.0 + number)
+            model(meshbook.distribute(x, square, [Shard(0), Replicate()])).square().mean().backward()
+            opt.step()
+        return [parameter.full_tensor() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, train(True), train(False)))
 
 
 def test_a_module_cut_over_the_ranks_names_its_parameter_and_is_whole_after_loading(duo: Mesh) -> None:

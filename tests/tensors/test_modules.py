@@ -20,6 +20,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshNameError, PlacementError, UsageError
 from meshbook.fold import rendering
 from meshbook.rank.tensors import building
+from meshbook.rank.tensors.blocks import find_blocks
 from tests.budget import WAIT_S
 from tests.tensors import gpt
 
@@ -471,9 +472,9 @@ def test_repeated_blocks_are_found_outermost_first() -> None:
     with torch.device("meta"):
         model = gpt.GPT(layers=3)
         nested = nn.Sequential(nn.Embedding(4, 4), nn.Sequential(*[nn.TransformerEncoderLayer(8, 2) for _ in range(2)]))
-    assert building.find_blocks(model) == list(model.blocks)
-    assert building.find_blocks(nested) == list(nested[1])
-    assert building.find_blocks(nn.Linear(2, 2)) == []
+    assert find_blocks(model) == list(model.blocks)
+    assert find_blocks(nested) == list(nested[1])
+    assert find_blocks(nn.Linear(2, 2)) == []
 
 
 def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:

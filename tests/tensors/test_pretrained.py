@@ -82,7 +82,8 @@ FAMILIES = {
     "Qwen3": family("Qwen3Config", "Qwen3ForCausalLM", text_batch, **GROUPED, head_dim=8),
     "Mixtral": family("MixtralConfig", "MixtralForCausalLM", text_batch, **GROUPED, num_local_experts=4),
     "DeepSeek V2": family(
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", text_batch, **{**GROUPED, "num_key_value_heads": 4},
+        "DeepseekV2Config", "DeepseekV2ForCausalLM", text_batch,
+        **{**GROUPED, "num_key_value_heads": 4, "num_hidden_layers": 3},
         moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, q_lora_rank=8,
         kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, first_k_dense_replace=1,
     ),
@@ -101,7 +102,7 @@ FAMILIES = {
     ),
     "Whisper": family("WhisperConfig", "WhisperForConditionalGeneration", sound_batch, **WHISPER),
     "T5": family(
-        "T5Config", "T5ForConditionalGeneration", text_batch, vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2,
+        "T5Config", "T5ForConditionalGeneration", text_batch, vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=3,
         num_heads=4, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
     ),
 }  # fmt: skip
@@ -161,8 +162,9 @@ def pairs() -> list[Any]:
         ("Mixtral", "tp"),
         ("BERT", "ddp"),
         ("Nomic BERT", "fsdp"),
+        ("Llama, tied", "pp"),
     }
-    found = [(name, strategy) for name in FAMILIES for strategy in ("ddp", "fsdp", "tp")]
+    found = [(name, strategy) for name in FAMILIES for strategy in ("ddp", "fsdp", "tp", "pp")]
     return [pytest.param(*pair, marks=() if pair in shown else pytest.mark.thorough) for pair in found]
 
 
@@ -171,7 +173,7 @@ def test_a_model_from_a_folder_trains_writes_and_is_saved_as_in_one_process(
     name: str, strategy: str, mesh2: Mesh, tmp_path: Path
 ) -> None:
     plain = make(name)
-    axis = {"axis": "dp"} if strategy == "tp" else {}
+    axis = {"axis": "dp"} if strategy in ("tp", "pp") else {}
     model = meshbook.distribute(save(plain, tmp_path / "here"), mesh2, strategy=strategy, **axis)
     assert not model.training  # as from_pretrained gives it
     if name in WRITERS:

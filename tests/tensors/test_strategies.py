@@ -331,6 +331,8 @@ def test_what_stays_whole_has_a_reason() -> None:
         ("tp", {"rank": 4}, None, Plan(tp="rank")),
         ("tp", {"dp": 2, "tp": 2}, None, Plan(tp="tp")),
         ("fsdp+tp", {"gpu": 2, "tp": 2}, None, Plan(fsdp="gpu", tp="tp")),
+        ("pp", {"rank": 4}, None, Plan(pp="rank")),
+        ("pp", {"pp": 2, "dp": 2}, None, Plan(pp="pp")),
     ],
 )
 def test_a_name_is_a_plan(name: str, axes: dict[str, int], axis: str | None, plan: Plan) -> None:
@@ -350,6 +352,11 @@ def test_a_name_is_a_plan(name: str, axes: dict[str, int], axis: str | None, pla
         (lambda: Plan(fsdp="dp").check_axes({"rank": 4}), "this mesh has no axis 'dp'; it has rank=4"),
         (lambda: Plan(fsdp="b", tp="a").check_axes({"a": 2, "b": 2}), "start it with the axes b, a"),
         (lambda: plan_named("hsdp", {"rank": 4}, None), r"strategy=meshbook.Plan\(ddp=…, fsdp=…\)"),
+        (lambda: Plan(fsdp="dp", pp="pp"), r"whole copies do: Plan\(ddp=…, pp='pp'\)"),
+        (lambda: Plan(pp="pp", microbatches=0), "microbatches=0: how many parts a batch has"),
+        (lambda: Plan(ddp="dp", microbatches=2), "for the stages of pp=…"),
+        (lambda: Plan(ddp="dp", pp="pp").check_axes({"dp": 4}), "this mesh has no axis 'pp'; it has dp=4"),
+        (lambda: plan_named("pp", {"a": 2, "b": 2}, None), "say whose ranks are stages with axis"),
         (lambda: plan_named("tp", {"a": 2, "b": 2}, None), "say over which layers are cut with axis"),
         (lambda: plan_named("fsdp+tp", {"rank": 4}, None), "has the axes rank=4; name them"),
     ],

@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.tensors import feeding
+from meshbook.rank.tensors.blocks import find_blocks
 from meshbook.rank.tensors.compiled_blocks import compile_blocks
 from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
-from meshbook.rank.tensors.pretrained import Pretrained, forward_without_cache
+from meshbook.rank.tensors.pipeline import pipeline_blocks
+from meshbook.rank.tensors.pretrained import Pretrained, forward_without_cache, refuse_what_blocks_keep
 from meshbook.rank.tensors.strategies import NAMES, Plan
 from meshbook.rank.tensors.tensor_parallel import TensorCut, apply_cut, find_cut, other_dim
 
@@ -73,7 +75,7 @@ def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str
     name = ", ".join(options)
     if callable(strategy):
         raise UsageError(f"{name}: a strategy of your own gets (module, mesh); bind them to it with functools.partial")
-    kind = strategy if isinstance(strategy, str) else "fsdp" if strategy.fsdp else "ddp" if strategy.ddp else "tp"
+    kind = strategy if isinstance(strategy, str) else strategy.kind
     if isinstance(strategy, Plan) and strategy.tp is not None and "shard_placement_fn" in options:
         raise UsageError(
             "shard_placement_fn is not an option with tp: what is cut over one dim is sharded over another"
@@ -116,7 +118,7 @@ def build(
     try:
         if isinstance(source, Pretrained):
             return _build_pretrained(source, strategy, dtype, mesh, device, options)
-        is_sharded = isinstance(strategy, Plan) and strategy.fsdp is not None
+        is_sharded = isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.pp is not None)
         meta_module = _build_on_meta(source) if is_sharded and not isinstance(source, nn.Module) else None
         if meta_module is not None:
             module, cut, checks = apply_strategy(meta_module, strategy, mesh, dtype, device, options)
@@ -144,7 +146,7 @@ def _build_pretrained(
     def apply(module: nn.Module) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
         return apply_strategy(module, strategy, mesh, dtype, device, options)
 
-    if isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.tp is not None):
+    if isinstance(strategy, Plan) and strategy.kind != "ddp":
         applied: list[Any] = []
         module = source.load(device, lambda module: applied.append(apply(module)))
         _, cut, checks = applied[-1]
@@ -200,7 +202,7 @@ def apply_strategy(
                 f"ac={strategy.ac!r}: {len(blocks)} repeated blocks were found in this {type(module).__name__}; call "
                 "torch.utils.checkpoint.checkpoint in its forward instead"
             )
-        for block in blocks[interval - 1 :: interval]:
+        for block in blocks[interval - 1 :: interval] if strategy.pp is None else ():
             checkpoint(block)
         forward_without_cache(module)
     if (backend := strategy.compile_backend) is not None:
@@ -208,8 +210,12 @@ def apply_strategy(
     if strategy.fsdp is not None:
         axes = strategy.batch_axes
         return _apply_fsdp(module, mesh[axes if len(axes) > 1 else axes[0]], dtype, device, options), cut, checks
+    if strategy.pp is not None:
+        microbatches, interval = strategy.microbatches, strategy.checkpoint_interval
+        pipeline_blocks(module, mesh[strategy.pp], microbatches=microbatches, checkpoint_interval=interval)
+        refuse_what_blocks_keep(module)
     _copy_to_device(module, device)
-    if strategy.ddp is None:
+    if strategy.ddp is None or strategy.pp is not None:  # a pipeline's gradients are averaged after its backward
         return module, cut, checks
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
@@ -261,37 +267,6 @@ def _move_to_device(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, outermost first.
-
-    Blocks are at least two siblings of one class with submodules of their own, and with parameters of the same names
-    and shapes.
-    """
-    found: list[nn.Module] = []
-    groups: dict[Any, list[nn.Module]] = {}
-    for child in module.children():
-        groups.setdefault(_block_signature(child), []).append(child)
-    for group in groups.values():
-        if len(group) >= 2 and any(True for _ in group[0].children()) and any(True for _ in group[0].parameters()):
-            found.extend(group)
-        else:
-            for child in group:
-                found.extend(find_blocks(child))
-    return found
-
-
-def block_names(module: nn.Module) -> list[str]:
-    """Return the names of the repeated blocks."""
-    inner = inner_module(module)
-    names = {id(submodule): name for name, submodule in inner.named_modules()}
-    return [names[id(block)] for block in find_blocks(inner)]
-
-
-def _block_signature(module: nn.Module) -> Any:
-    shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters())
-    return type(module), shapes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

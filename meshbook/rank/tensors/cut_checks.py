@@ -48,7 +48,7 @@ class CutCheck:
         error = None
         # What is saved for backward here is not for the checkpoint of the block around this module.
         own_saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with torch.enable_grad(), own_saved, _evaluation(self.module), _evaluation(self.reference):
+        with torch.enable_grad(), own_saved, evaluation(self.module), evaluation(self.reference):
             whole = self._compute(self.reference, args, kwargs, whole=True)
             try:
                 cut = self._compute(self.module, args, kwargs, whole=False)
@@ -59,7 +59,7 @@ class CutCheck:
                 f"{self.name} cannot run on a part of its heads or width: {_first_line(error)}. Where it names "
                 f"the whole width, let -1 stand for it; or say which layers are cut, without these: {_HINT}"
             ) from error
-        off = _largest_difference(cut, whole)
+        off = largest_difference(cut, whole)
         largest = torch.tensor([off], device=self.mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.get_group())  # so that all ranks raise, or none
         if largest.item() > 1.0:
@@ -124,7 +124,7 @@ def _slopes(output: torch.Tensor) -> torch.Tensor:
     return numbers.mul_(0.7).sin_().reshape(output.shape).to(output.dtype)
 
 
-def _largest_difference(cut: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> float:
+def largest_difference(cut: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> float:
     """Return how far the tensors differ at most, in units of what is allowed."""
     dtypes = {tensor.dtype for tensor in whole if tensor is not None and tensor.is_floating_point()}
     for device in ("cpu", "cuda"):
@@ -148,7 +148,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
+def evaluation(module: nn.Module) -> Iterator[None]:
+    """Context in which a module is in eval mode, and after which each part of it is in its own again."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshbook.errors import PlacementError
 from meshbook.rank.tensors import building
+from meshbook.rank.tensors.blocks import find_blocks
 from meshbook.rank.tensors.cut_checks import copy_without_data
 from meshbook.rank.tensors.cut_styles import (
     COLWISE,
@@ -198,7 +199,7 @@ def _note(layer: nn.Module, reduced: torch.Tensor) -> None:
 
 def _count(module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None, casts: bool) -> Footprint:
     parameters = list(module.parameters())
-    blocks = building.find_blocks(module)
+    blocks = find_blocks(module)
     found = Footprint(
         parameter_bytes=sum(map(_bytes, parameters)),
         trainable_bytes=sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),

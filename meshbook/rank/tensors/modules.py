@@ -235,9 +235,9 @@ def _forward(
         if buffers_to_copy and not resident.broadcasts_buffers_itself:
             resident.broadcast_buffers(buffers_to_copy)
         with torch.set_grad_enabled(inputs_with_grad is not None), _forward_context(resident, dtype, seed, inputs):
-            rng_states = _rng_states() if is_first else []
+            rng_states = resident.rng_states() if is_first else []
             result = resident.module(*inputs.args, **inputs.kwargs)
-            uses_rng = is_first and not all(map(torch.equal, rng_states, _rng_states()))
+            uses_rng = is_first and not all(map(torch.equal, rng_states, resident.rng_states()))
         resident.check_buffers()
         if training:
             resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
@@ -303,10 +303,6 @@ def _forward_context(
             mixed = dtensor_patches.mix_seed(int(seed), shard_index)
             stack.enter_context(dtensor_patches.fork_rng_with_seed(mixed))
         yield
-
-
-def _rng_states() -> list[torch.Tensor]:
-    return [source.get_state() for source in dtensor_patches.generators()]
 
 
 def _placeholder_of(leaf: Any) -> Any:
@@ -464,6 +460,7 @@ def _backward(
     with resident.clean_up_on_error():
         with torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
+        resident.average_gradients()
         resident.broadcast_buffers(saved.buffer_indices)
         return _pop_input_gradients(resident, saved), _pop_parameter_gradients(resident)
 

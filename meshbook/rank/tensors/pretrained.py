@@ -24,6 +24,7 @@ from meshbook.errors import MeshbookError, UsageError, message_of
 from meshbook.rank.process_groups.interrupted_steps import fsdp_param_groups, fsdp_state
 from meshbook.rank.state.modules import reshard
 from meshbook.rank.tensors.mesh_speed import free_bytes
+from meshbook.rank.tensors.pipeline import pipelines_of
 
 INSTALL = "pip install 'meshbook[hf]'"
 
@@ -201,6 +202,29 @@ def forward_without_cache(module: nn.Module) -> None:
         module.register_forward_pre_hook(leave_out, with_kwargs=True)
 
 
+# What a model of Hugging Face gives of each block, which a pipeline's stages have of their own blocks only.
+_KEPT_BY_BLOCKS = ("use_cache", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def refuse_what_blocks_keep(module: nn.Module) -> None:
+    """Have a model whose blocks stages compute fill no cache, and refuse to give what each block has."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for name in _KEPT_BY_BLOCKS:
+            given = kwargs.get(name, name not in ("use_cache", "past_key_values") and getattr(config, name, False))
+            if given is not None and given is not False:
+                raise UsageError(
+                    f"{name} is of every block, and each stage of a pipeline has its own blocks only; leave it out, or "
+                    'take another strategy, such as "fsdp"'
+                )
+        return args, {**kwargs, "use_cache": False} if hasattr(config, "use_cache") else kwargs
+
+    module.register_forward_pre_hook(check, with_kwargs=True)
+
+
 def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
     """Have a model generate, in eval mode and without gradients. Every rank of a mesh calls this alike.
 
@@ -213,6 +237,8 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
     if not callable(getattr(module, "generate", None)):
         raise UsageError(f"a {type(module).__name__} has no generate(); models of Hugging Face that write text have it")
     device = next(module.parameters()).device
+    if pipelines_of(module):
+        kwargs = {**kwargs, "use_cache": False}  # which would be of a stage's own blocks only
     devices = [] if device.type == "cpu" else [torch.get_device_module(device).current_device()]
     training = {one: one.training for one in module.modules()}  # a part may be in another mode than the whole
     with torch.no_grad(), _gathered(module, device), torch.random.fork_rng(devices, device_type=device.type):

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from meshbook.errors import UsageError, message_of, repr_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes
-from meshbook.rank.tensors import building
+from meshbook.rank.tensors import building, pipeline
 from meshbook.rank.tensors import modes as torch_modes
+from meshbook.rank.tensors.blocks import block_names
 from meshbook.rank.tensors.strategies import Plan
 
 
@@ -42,10 +43,9 @@ class ResidentModule:
         self.key, self.module, self.mesh, self.options = key, module, mesh, options
         self.axes = [mesh.mesh_dim_names.index(axis) for axis in batch_axes]  # those that batches are cut over
         self.num_shards = math.prod(mesh.size(axis) for axis in self.axes)
-        self.runs_locally, self.averages_gradients = (
-            building.runs_locally(module, strategy, mesh),
-            building.averages_gradients(module),
-        )
+        self.pipelines = pipeline.pipelines_of(module)
+        self.runs_locally = building.runs_locally(module, strategy, mesh)
+        self.averages_gradients = building.averages_gradients(module) or bool(self.pipelines and self.axes)
         self.is_compiled = isinstance(strategy, Plan) and strategy.compile_backend is not None
         self.tp_axis = strategy.tp if isinstance(strategy, Plan) else None
         # FSDP2 casts by itself, where it gathers.
@@ -158,11 +158,20 @@ class ResidentModule:
             "text": repr_of(self.module),
             "numbers": self.rng_state_after,
             "device": self.mesh.device_type,
-            "block_names": building.block_names(self.module),
+            "block_names": block_names(building.inner_module(self.module)),
             "cut": self.cut,
             "unchecked": [check.name for check in self.checks],
             "blocks": sum(isinstance(submodule, FSDPModule) for submodule in self.module.modules()) - 1,
         }
+
+    def average_gradients(self) -> None:
+        """Average the gradients over the batch axes, where torch has not done it in backward: after a pipeline's."""
+        for axis in self.axes if self.pipelines else ():
+            pipeline.average_gradients(self.tensors, self.mesh.get_group(axis))
+
+    def rng_states(self) -> list[torch.Tensor]:
+        """Return what tells whether random numbers were drawn: the generators' states, and how often stages drew."""
+        return [*pipeline.rng_states(), torch.tensor([chain.num_draws for chain in self.pipelines])]
 
     def set_trainable(self, indices: Sequence[int]) -> None:
         """Let exactly these parameters get gradients; the controller, with the optimizer, decides what is frozen."""

@@ -17,6 +17,7 @@ NAMES = {
     "ddp": "whole parameters on every rank, gradients averaged while backward runs",
     "hsdp": "sharded over the second of two axes, whole copies over the first (FSDP2)",
     "tp": "layers cut over the axis: attention by heads, MLPs by their hidden width",
+    "pp": "repeated blocks computed by stages, one rank of the axis after the other, in microbatches (GPipe)",
     "fsdp+tp": "layers cut over the axis tp, and what a rank holds of them sharded over the other (FSDP2)",
     "replicate": "whole parameters on every rank as DTensors; operations follow the placements of what comes in",
 }
@@ -42,6 +43,8 @@ class Plan:
             each of them sharded over the other (HSDP).
         fsdp: axis over which parameters, gradients and optimizer state are sharded (FSDP2).
         tp: axis over which layers are cut.
+        pp: axis whose ranks are stages: each computes some of the repeated blocks, and everything else alike.
+        microbatches: how many parts a batch goes through the stages in; None: four for each stage.
         ac: activation checkpointing, "every block" or "every 2nd block": their forward runs again in backward.
         precision: "bf16" or "fp16" computes in it; parameters and gradients keep their dtype.
         compile: True compiles each repeated block by torch.compile (the module, if there are none); or its backend.
@@ -56,13 +59,15 @@ class Plan:
     ddp: str | None = None
     fsdp: str | None = None
     tp: str | None = None
+    pp: str | None = None
+    microbatches: int | None = None
     ac: str | None = None
     precision: str | None = None
     compile: bool | str = False
     tp_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        used = [axis for axis in (self.ddp, self.fsdp, self.tp) if axis is not None]
+        used = [axis for axis in (self.ddp, self.fsdp, self.tp, self.pp) if axis is not None]
         if not used:
             raise UsageError('this plan names no axis; say what the ranks do, as in Plan(fsdp="dp")')
         if len(set(used)) < len(used):
@@ -72,6 +77,13 @@ class Plan:
                 f"{self}: DistributedDataParallel does not take layers that are cut; shard them, which also averages "
                 f"gradients: Plan(fsdp={self.ddp!r}, tp={self.tp!r})"
             )
+        if self.pp is not None and (self.fsdp is not None or self.tp is not None):
+            raise UsageError(
+                f"{self}: parameters of blocks are sharded over the stages already, and neither fsdp nor tp goes "
+                f"together with pp; whole copies do: Plan(ddp=…, pp={self.pp!r})"
+            )
+        if self.microbatches is not None and (self.pp is None or self.microbatches < 1):
+            raise UsageError(f"microbatches={self.microbatches}: how many parts a batch has for the stages of pp=…")
         if self.ac is not None and _EVERY.fullmatch(self.ac) is None:
             raise UsageError(
                 f'there is no ac={self.ac!r}; known: "every block", "every 2nd block", "every 3rd block", …'
@@ -93,6 +105,11 @@ class Plan:
         return tuple(axis for axis in (self.ddp, self.fsdp) if axis is not None)
 
     @property
+    def kind(self) -> str:
+        """The name of what it does with parameters: "pp", "fsdp", "ddp" or "tp"."""
+        return next(kind for kind in ("pp", "fsdp", "ddp", "tp") if getattr(self, kind) is not None)
+
+    @property
     def compile_backend(self) -> str | None:
         """The backend of torch.compile; None: nothing is compiled."""
         return self.compile if isinstance(self.compile, str) else "inductor" if self.compile else None
@@ -111,7 +128,7 @@ class Plan:
         """
         used = [axis for axis in (self.ddp, self.fsdp, self.tp) if axis is not None]
         has = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        for axis in used:
+        for axis in (*used, *([] if self.pp is None else [self.pp])):
             if axis not in axes:
                 raise UsageError(f"{self}: this mesh has no axis {axis!r}; it has {has}")
         if [axis for axis in axes if axis in used] != used:
@@ -128,6 +145,9 @@ class Plan:
             parts.append(f"{data} over {' x '.join(f'{axis}={axes[axis]}' for axis in self.batch_axes)}")
         if self.tp is not None:
             parts.append(f"tp over {self.tp}={axes[self.tp]}")
+        if self.pp is not None:
+            number = f" in {self.microbatches} microbatches" if self.microbatches else ""
+            parts.append(f"pp over {self.pp}={axes[self.pp]}{number}")
         return ", ".join([*parts, *([f"ac {self.ac}"] if self.ac else []), *(["compiled"] if self.compile else [])])
 
 
@@ -135,8 +155,8 @@ def plan_named(name: str, axes: Mapping[str, int], axis: str | None) -> Plan:
     """Return the plan that a strategy's name stands for, on a mesh with these axes.
 
     Args:
-        axis: the axis over which batches are cut, or of "tp" the one over which layers are; None: what the names of the
-            axes, or their number, say.
+        axis: the axis over which batches are cut, of "tp" the one over which layers are, of "pp" the one of the stages;
+            None: what the names of the axes, or their number, say.
 
     Raises:
         UsageError: it takes other axes than these.
@@ -150,10 +170,11 @@ def plan_named(name: str, axes: Mapping[str, int], axis: str | None) -> Plan:
             )
         outer, inner = axes
         return Plan(ddp=outer, fsdp=inner)
-    if name == "tp":
-        if axis is None and len(axes) > 1 and "tp" not in axes:
-            raise UsageError(f"this mesh has the axes {has}; say over which layers are cut with axis=…")
-        return Plan(tp=axis or ("tp" if "tp" in axes else next(iter(axes))))
+    if name in ("tp", "pp"):
+        axis = axis or _axis_called(
+            name, axes, "over which layers are cut" if name == "tp" else "whose ranks are stages"
+        )
+        return Plan(tp=axis) if name == "tp" else Plan(pp=axis)
     if name == "fsdp+tp":
         others = [other for other in axes if other != "tp"]
         if "tp" not in axes or (axis is None and len(others) != 1 and "dp" not in axes):
@@ -161,6 +182,13 @@ def plan_named(name: str, axes: Mapping[str, int], axis: str | None) -> Plan:
         return Plan(fsdp=axis or ("dp" if "dp" in axes else others[0]), tp="tp")
     axis = batch_axis(axes) if axis is None else axis
     return Plan(fsdp=axis) if name == "fsdp" else Plan(ddp=axis)
+
+
+def _axis_called(name: str, axes: Mapping[str, int], what: str) -> str:
+    if len(axes) > 1 and name not in axes:
+        has = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise UsageError(f"this mesh has the axes {has}; say {what} with axis=…")
+    return name if name in axes else next(iter(axes))
 
 
 def batch_axis(axes: Mapping[str, Any]) -> str:
