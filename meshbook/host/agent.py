@@ -58,6 +58,7 @@ _FORWARDED = (
     messages.DropCheckpoint,
     messages.SetPreemptionPoint,
     messages.LeaveDebugger,
+    messages.PromptsOpen,
 )
 # Commands that service threads answer.
 _QUERIES = (

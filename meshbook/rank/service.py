@@ -228,6 +228,8 @@ class Service:
                 self._groups.hold_after(about)
             case messages.ResumeCollectives():
                 self._groups.positions_checked(command)
+            case messages.PromptsOpen(is_open=is_open):
+                self._groups.clock.hold(is_open)
             case messages.RanksLeft():
                 self._groups.ranks_left(command)
             case messages.ExitsChecked(number=number):
@@ -316,6 +318,7 @@ class Service:
         self._schedule_heartbeat(HEARTBEAT_S)
         self._attempt("choosing the GPU of this thread", self._select_device)
         self._attempt("completing futures", self._groups.complete_futures)
+        self._attempt("ending collectives that take too long", self._groups.end_overdue)
         self._attempt("giving back shared memory", lambda: self._objects.pool.trim(_IDLE_SEGMENT_S))
         probes = self._probes
         measured = None

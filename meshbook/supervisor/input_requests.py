@@ -34,6 +34,7 @@ class InputRequests:
             start_call: sends a query of a client to ranks.
         """
         self._ranks, self._calls, self._clients, self._start_call = ranks, calls, clients, start_call
+        self._is_prompt_open = False
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.InputReply: self._reply,
             messages.StopInDebugger: self._stop_in_debugger,
@@ -47,7 +48,7 @@ class InputRequests:
         if call is None or client not in self._clients:
             return [self._decline(report.call, report.rank)] if report.rank in self._ranks else []
         call.awaiting_input[report.rank] = client
-        return [SendToClient(client, report)]
+        return [SendToClient(client, report), *self._report_prompts()]
 
     def client_left(self, client: str) -> list[Effect]:
         """Reply to requests that nobody can reply to any more. The client's calls continue."""
@@ -56,19 +57,19 @@ class InputRequests:
             effects += self._decline_all(call, client)
             if call.debugger == client:
                 effects += self._leave(call)
-        return effects
+        return effects + self._report_prompts()
 
     def call_ended(self, call: ActiveCall, parts: Parts) -> list[Effect]:
         """Tell the client whose debugger a call had that it has ended."""
-        if not call.debugger:
-            return []
-        return [SendToClient(call.debugger, messages.DebuggedCallEnded(call.id, tuple(call.lost)))]
+        ended = messages.DebuggedCallEnded(call.id, tuple(call.lost))
+        return [*([SendToClient(call.debugger, ended)] if call.debugger else []), *self._report_prompts()]
 
     def _reply(self, client: Client, command: messages.InputReply, body: bytes, now: float) -> list[Effect]:
         call = self._calls.get(command.target)
         if call is not None:
             call.awaiting_input.pop(command.rank, None)
-        return [self._ranks.send((command.rank,), command, body)] if command.rank in self._ranks else []
+        replied = [self._ranks.send((command.rank,), command, body)] if command.rank in self._ranks else []
+        return [*replied, *self._report_prompts()]
 
     def _stop_in_debugger(
         self, client: Client, command: messages.StopInDebugger, body: bytes, now: float
@@ -86,7 +87,7 @@ class InputRequests:
         call = self._calls.get(command.target)
         if call is None or call.debugger != client.id:
             return []
-        return [*self._decline_all(call, client.id), *self._leave(call)]
+        return [*self._decline_all(call, client.id), *self._leave(call), *self._report_prompts()]
 
     def _leave(self, call: ActiveCall) -> list[Effect]:
         call.debugger = ""
@@ -102,3 +103,11 @@ class InputRequests:
     def _decline(self, call: str, rank: int) -> Effect:
         reply = messages.InputReply(target=call, rank=rank, text=None)  # type: ignore[arg-type]
         return self._ranks.send((rank,), reply)
+
+    def _report_prompts(self) -> list[Effect]:
+        """Tell ranks when the first prompt is open, and when the last one is answered."""
+        is_open = bool(self._calls.ranks_awaiting_input())
+        if is_open == self._is_prompt_open:
+            return []
+        self._is_prompt_open, living = is_open, self._ranks.living
+        return [self._ranks.send(living, messages.PromptsOpen(living, is_open))] if living else []

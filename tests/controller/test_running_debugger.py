@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,13 +15,16 @@ from meshbook.controller import debugging, running_debugger
 from meshbook.controller.console import Console
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.running_debugger import RunningDebugger, find_running
-from meshbook.errors import CellInterrupted, NotAttached, RankLost, UsageError
+from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, UsageError
+from meshbook.rank.service import HEARTBEAT_S
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
+# Seconds: more than ranks take from the end of a prompt to the next collective, on a busy machine too.
+SHORT_TIMEOUT_S = 3.0
 LOOP = """
 i, done = 0, False
 while not done:
@@ -125,6 +129,46 @@ def test_a_rank_stops_where_it_waits_or_computes(mesh: Mesh, place: str) -> None
     assert line in found.text
     assert "\n42\n" in found.text
     with pytest.raises(CellInterrupted):
+        future.result(WAIT_S)
+    check_groups(mesh)
+
+
+def begin_with_a_timeout(mesh: Mesh, gate: Gate, at_the_gate: str) -> Any:
+    """Run a cell on ranks 0 and 1: an all_reduce in a group with a short timeout, after the gate for these ranks."""
+    mesh.run("import datetime\nshort = dist.new_group([0, 1])")
+    source = (
+        f"dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds={SHORT_TIMEOUT_S}), short)\n"
+        f"t = torch.ones(1)\nif rank in {at_the_gate}:\n    {gate.wait}  # line 4\n"
+        "dist.all_reduce(t, group=short)\nt.item()"
+    )
+    future = mesh.run(source, ranks="0-1", wait=False)
+    when(lambda: "line 4" in mesh.stacks(0).text)
+    return future
+
+
+def test_a_collective_does_not_time_out_while_a_prompt_is_open(mesh: Mesh, gate: Gate) -> None:
+    future = begin_with_a_timeout(mesh, gate, "(0, 1)")
+
+    def look_for_long(_: RunningDebugger) -> str:
+        gate.open()
+        when(lambda: "all_reduce" in mesh.stacks(1).text)
+        began = time.monotonic()
+        when(lambda: time.monotonic() - began > SHORT_TIMEOUT_S + 3 * HEARTBEAT_S, "more than the timeout")
+        assert "all_reduce" in mesh.stacks(1).text
+        return "c"
+
+    Dialogue(mesh, (0,), look_for_long)
+    assert future.result(WAIT_S).values.same() == 2.0
+    check_groups(mesh)
+
+
+def test_a_collective_times_out_where_no_prompt_is_open(mesh: Mesh, gate: Gate) -> None:
+    future = begin_with_a_timeout(mesh, gate, "(0,)")
+    Dialogue(mesh, (0,), None)  # it was open, and is left
+    when(lambda: "all_reduce" in mesh.stacks(1).text)
+    when(lambda: "all_reduce" not in mesh.stacks(1).text, "the timeout")
+    gate.open()
+    with pytest.raises(CellError, match=f"timed out: it was not completed within {SHORT_TIMEOUT_S:g} s"):
         future.result(WAIT_S)
     check_groups(mesh)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.rank.worlds import ForkServer, RankContext, World
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
@@ -492,6 +492,76 @@ def test_a_wait_with_a_limit_of_the_users_own_can_be_taken_up_again(watched: Wor
     watched.run(wait_with_a_limit)
     assert watched.run(wait_again) == [4.0] * 4
     assert watched.run(is_broken) == [False] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timeouts. A test's ranks have no heartbeat: the test calls what it calls once a second
+
+
+def end_overdue(here: RankContext) -> int:
+    """End the collectives that have taken too long; return how many run."""
+    here.groups.timeouts.end_overdue()
+    return len(here.ring.running())
+
+
+def wait_in_a_group_with_a_timeout(here: RankContext, seconds: float, op: str) -> None:
+    """Wait for rank 1, which does not come, in one collective of a group of ranks 0 and 1."""
+    import torch
+    import torch.distributed as dist
+
+    x, timeout = torch.ones(1), datetime.timedelta(seconds=seconds)
+    group = dist.new_group([0, 1])
+    if here.rank != 0:
+        return
+    if op != "a barrier with its own":
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if op == "all_reduce":
+        dist.all_reduce(x, group=group)
+    elif op == "recv":
+        dist.recv(x, 1, group=group)
+    elif op == "a future":
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        work.get_future().wait()
+    else:
+        dist.barrier(group=group, timeout=timeout)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "recv", "a future", "a barrier with its own"])
+def test_a_wait_ends_when_the_timeout_of_its_group_is_over(forker: ForkServer, op: str) -> None:
+    with World(forker, {"dp": 2}) as world:
+        first, other = world.members
+        for member in world.members:
+            member.start(wait_in_a_group_with_a_timeout, 0.3, op)
+        other.result()
+        first.wait_until_stuck()
+        started = time.monotonic()
+        when(lambda: first.run_in_service_thread(end_overdue) == 0, "the end of the wait")
+        assert time.monotonic() - started > 0.25
+        error = first.error()
+        assert isinstance(error, RuntimeError)
+        assert "timed out: it was not completed within 0.3 s" in str(error)
+        assert first.run(is_broken)
+
+
+def keep_a_send_that_nobody_waits_for(here: RankContext) -> None:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.01), group)
+    here.stored["send"] = dist.isend(torch.ones(1), 1, group=group) if here.rank == 0 else None
+
+
+def test_a_send_that_nobody_waits_for_does_not_time_out(forker: ForkServer) -> None:
+    with World(forker, {"dp": 2}) as world:
+        world.run(keep_a_send_that_nobody_waits_for)
+        first = world.members[0]
+        first.run_in_service_thread(end_overdue)
+        time_of_the_first_look = time.monotonic()
+        when(lambda: time.monotonic() - time_of_the_first_look > 0.05, "its timeout")
+        first.run_in_service_thread(end_overdue)
+        assert not first.run(is_broken)
 
 
 def coalesced_gathers(here: RankContext) -> set[str]:

@@ -51,6 +51,9 @@ class Rank:
     def complete_futures(self) -> None:
         pass
 
+    def end_overdue(self) -> None:
+        pass
+
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
         if self.fails is not None:
             raise self.fails

@@ -88,6 +88,28 @@ def test_the_client_that_debugs_a_call_hears_of_its_end() -> None:
     assert ended == [("two", "c1")]
 
 
+def test_ranks_hear_when_the_first_prompt_opens_and_when_the_last_is_answered() -> None:
+    world = World()
+    world.run(allow_input=True)
+    everybody = (0, 1, 2, 3)
+    assert messages_of(world.host(ASKED), messages.PromptsOpen) == [messages.PromptsOpen(everybody, is_open=True)]
+    assert messages_of(world.host(STOPPED), messages.PromptsOpen) == []
+    assert messages_of(world.say(messages.InputReply("c1", 2, "x")), messages.PromptsOpen) == []
+    answered = world.say(messages.InputReply("c1", 1, "c"))
+    assert messages_of(answered, messages.PromptsOpen) == [messages.PromptsOpen(everybody, is_open=False)]
+
+
+def test_a_prompt_is_closed_by_the_end_of_its_call_and_by_the_client_that_leaves() -> None:
+    world = World()
+    world.run(allow_input=True)
+    world.host(STOPPED)
+    closed = [messages.PromptsOpen((0, 1, 2, 3), is_open=False)]
+    assert messages_of(world.finish("c1"), messages.PromptsOpen) == closed
+    world = debugged()
+    world.host(STOPPED)
+    assert messages_of(world.state.client_disconnected("two", world.now), messages.PromptsOpen) == closed
+
+
 def test_what_has_ended_cannot_be_stopped() -> None:
     world = World()
     world.run()

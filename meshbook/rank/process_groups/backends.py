@@ -26,6 +26,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, is_nccl_availab
 # Seconds that an NCCL abort may take before its rank counts as lost. Others report 0.15 s (NeMo-RL) when it works.
 _ABORT_TIMEOUT_S = 20.0
 
+# gloo's timeout, because it knows no "never": `timeouts` ends what takes too long.
+A_YEAR = timedelta(days=365)
+
 # Address of one end of a connection, "127.0.0.1:43211". Only compared.
 Address = str
 
@@ -40,16 +43,17 @@ class BackendHandle:
 
 
 def connect_gloo(
-    store: Store, rank: int, size: int, *, hostname: str | None, connect_timeout_s: float, timeout: timedelta
+    store: Store, rank: int, size: int, *, hostname: str | None, connect_timeout_s: float
 ) -> BackendHandle:
     """Create a gloo backend, connected to all its peers. Blocks until all have connected.
+
+    Its collectives wait as long as they are let; see `timeouts`.
 
     Args:
         store: with this group's own prefix, the same on all its members.
         rank, size: in the group.
         hostname: the interface to listen on; None leaves the choice to torch, as `init_process_group` does.
         connect_timeout_s: seconds to wait for the peers.
-        timeout: of every later collective, unless the call passes its own.
 
     Raises:
         RuntimeError: the peers did not connect in time, or the connection to the store was lost.
@@ -63,7 +67,7 @@ def connect_gloo(
     options._timeout = timedelta(seconds=connect_timeout_s)
     backend = gloo(store, rank, size, options)
     backend._set_sequence_number_for_group()
-    backend._set_default_timeout(timeout)
+    backend._set_default_timeout(A_YEAR)
     # One end of every connection is a listener of a member. So the listeners identify the connections exactly,
     # including those made later, and never match a connection of the user's own.
     store.set(f"listeners/{rank}", " ".join(own_addresses))

@@ -96,6 +96,5 @@ class Connector:
             size,
             hostname=mesh_store.listen_on if isinstance(mesh_store, MeshStore) else None,
             connect_timeout_s=connect_timeout_s,
-            timeout=group.timeout,
         )
         return self._generation.run_abortably(connect)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from meshbook.clock import monotonic
 from meshbook.errors import CollectiveAborted
 from meshbook.ids import name_ranks
+from meshbook.rank.process_groups.backends import A_YEAR
 from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure, is_transport_error
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel, one_line_error
@@ -64,6 +65,7 @@ class GroupHealth:
         hold_event: the event that a collective waits for before it starts; None for no wait.
         connection_version: incremented with each new set of connections; results from older ones do not apply.
         exits: asks whether a rank has ended, when a collective has failed; None where nobody can be asked.
+        peer_waits: the sends and receives that threads wait for on gloo, by seq.
     """
 
     def __init__(self, label: GroupLabel, ring: CollectiveRing, observers: Sequence[Observer]) -> None:
@@ -74,6 +76,7 @@ class GroupHealth:
         self.hold_event: threading.Event | None = None
         self.connection_version = 0
         self.exits: ExitQuestions | None = None
+        self.peer_waits: dict[int, Collective] = {}
         self._lock = threading.Lock()
         self._failed_event = threading.Event()  # set when the group is broken
         self._pending_futures: dict[int, PendingFuture] = {}  # handed out and incomplete, by seq of their collective
@@ -229,6 +232,18 @@ class GroupHealth:
                 if is_aborted or remaining_s <= WAIT_SLICE_S or (failed and at_once):
                     raise
                 failed = at_once
+
+    def wait_for_peer(self, record: Collective, work: Any, timeout: timedelta = NO_TIMEOUT) -> None:
+        """Wait for a send or receive on gloo. Blocks, without slices; a shutdown of its connections ends it.
+
+        Raises:
+            RuntimeError: `timeout` expired, or the operation failed.
+        """
+        self.peer_waits[record.seq] = record
+        try:
+            work.wait(timeout or A_YEAR)
+        finally:
+            del self.peer_waits[record.seq]
 
     # ---- futures
 

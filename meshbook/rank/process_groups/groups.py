@@ -42,10 +42,11 @@ from meshbook.rank.process_groups.mesh_layout import MeshLayout, group_names, ma
 from meshbook.rank.process_groups.resized_world import LastingMeshes, adapt_groups
 from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.process_groups.solo import SoloGroups
+from meshbook.rank.process_groups.timeouts import CollectiveTimeouts
 from meshbook.rank.process_groups.torch_patches import TorchPatches, begin_world_generation, c10d
 from meshbook.rank.process_groups.watched_group import WatchedGroup
 
-# Seconds until gloo times out a collective: torch's default. An interrupt or the supervisor acts sooner.
+# Seconds until a collective on gloo times out: torch's default. An interrupt or the supervisor acts sooner.
 _TIMEOUT_S = 1800.0
 
 
@@ -59,6 +60,7 @@ class ProcessGroups:
         observers: further receivers of each collective; append and remove between collectives.
         table: the groups by name.
         connector: connects them.
+        timeouts: ends collectives that take too long, when the service thread asks.
         solo: runs code of this process without the other ranks.
         mesh: the DeviceMesh of all ranks; None before the first generation.
     """
@@ -72,9 +74,9 @@ class ProcessGroups:
         self.table = GroupTable(exits)
         self.mesh: DeviceMesh | None = None
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
-        self._generation = Generation(exits)
-        self._aborts = BackendAborts()
+        self._generation, self._aborts = Generation(exits), BackendAborts()
         self.connector = Connector(self._generation, self.table, self._aborts)
+        self.timeouts = CollectiveTimeouts(ring, self.table, self._aborts)
         self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(
             self._create_group, lambda: self._generation.abort_failure, self.solo.name_for, self.solo.hashed_names.next

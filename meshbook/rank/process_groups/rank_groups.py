@@ -22,6 +22,7 @@ from meshbook.rank.call_state import CallEffect, CallState
 from meshbook.rank.device import choose_backend
 from meshbook.rank.process_groups import departures, device_stop, positions
 from meshbook.rank.process_groups.exit_questions import ExitQuestions
+from meshbook.rank.process_groups.prompt_clock import PromptClock
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 from meshbook.wire import spawn
 from meshbook.wire.crash_log import CrashLog
@@ -45,6 +46,7 @@ class RankGroups:
         ring: the collectives of this rank.
         world_size: the number of ranks of the mesh.
         exits: the questions whether a rank has ended.
+        clock: of timeouts; stands still while a prompt of the mesh is open.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class RankGroups:
             running_file: returns the file name of the running cell.
         """
         self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
-        self.world_size, self.exits = config.world_size, exits
+        self.world_size, self.exits, self.clock = config.world_size, exits, PromptClock()
         self._config, self._device, self._state = config, device, state
         self._context, self._crash_log = context, crash_log
         self._running_file, self._describe_error = running_file, describe_error
@@ -115,8 +117,10 @@ class RankGroups:
                 timeout_s=_FORM_TIMEOUT_S,
                 listen_on=config.address,
                 server_key=config.store_key,
+                clock=self.clock.now,
             )
             groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s, exits=self.exits)
+            groups.timeouts.clock = self.clock.now
             groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
             with self._abort_lock:
                 self._groups = groups
@@ -267,6 +271,11 @@ class RankGroups:
         """Complete the futures of collectives that have ended unnoticed."""
         if self._groups is not None:
             self._groups.table.complete_futures()
+
+    def end_overdue(self) -> None:
+        """End the collectives that have taken too long."""
+        if self._groups is not None:
+            self._groups.timeouts.end_overdue()
 
     # ---- effects
 

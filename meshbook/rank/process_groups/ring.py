@@ -121,6 +121,7 @@ class Collective:
         error: why it failed, one line; None if it did not.
         peer: the global rank of the other side, for a send or recv; None otherwise.
         pair_seq: for a send or recv: its number among those between the same two ranks in the same direction; else 0.
+        timeout_s: seconds that it may take, if the call says so; None: those of its group.
     """
 
     __slots__ = (
@@ -142,6 +143,7 @@ class Collective:
         "seq",
         "t_end",
         "t_start",
+        "timeout_s",
     )
 
     def __init__(
@@ -170,6 +172,7 @@ class Collective:
         self.t_start = t_start
         self.t_end: float | None = None
         self.error: str | None = None
+        self.timeout_s: float | None = None
         self._shapes = shapes
         self._dtypes = dtypes
         self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
@@ -185,6 +188,16 @@ class Collective:
     @property
     def group_ranks(self) -> tuple[int, ...]:
         return self.label.ranks
+
+    @property
+    def may_time_out(self) -> bool:
+        """Whether it runs, and the timeout of its group is for all of its time.
+
+        That of a send or receive is for the wait for it; a device's collectives have none; `monitored_barrier` has its
+        own, and says at its end who is missing.
+        """
+        has_timeout = self.op not in POINT_TO_POINT and self.op != "monitored_barrier" and not self._on_device
+        return self.t_end is None and has_timeout
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

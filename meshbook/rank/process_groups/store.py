@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,7 @@ class MeshStore(Store):
         timeout_s: float = 300.0,
         listen_on: str | None = None,
         server_key: str | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
@@ -51,10 +52,12 @@ class MeshStore(Store):
             listen_on: this machine's address at which clients on other machines reach this process; None: there are no
                 other machines.
             server_key: the store's public CURVE key, if the address is a tcp one.
+            clock: the seconds that count for timeouts.
         """
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self._context, self._address, self._token, self._server_key = context, address, token, server_key
+        self._clock = clock
         self._request_numbers = itertools.count(1)
         self._thread_local = threading.local()
         self._sockets: list[LinkedDealer] = []
@@ -137,10 +140,10 @@ class MeshStore(Store):
         socket = self._socket()
         num_cancelled_before = getattr(self._thread_local, "given_up_before", self._num_cancelled)
         socket.send(codec.encode_body(request))
-        deadline = monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        deadline = self._clock() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         try:
             while self._num_cancelled == num_cancelled_before:
-                remaining_ms = int((deadline - monotonic()) * 1000)
+                remaining_ms = int((deadline - self._clock()) * 1000)
                 if socket.socket.poll(max(0, min(_POLL_MS, remaining_ms))):
                     body = socket.accept(socket.socket.recv_multipart(zmq.NOBLOCK))
                     reply = None if body is None else codec.store_replies.decode_body(body)

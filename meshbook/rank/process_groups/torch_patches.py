@@ -1,8 +1,8 @@
 """Patches of torch that make every process group of this process a `WatchedGroup`.
 
-`init_process_group` and `new_group` both create groups by one function of torch. Three more are patched, because they
-treat a `WatchedGroup` differently from torch's own groups, lose the type of its errors, or name a group differently on
-its members (`hashed_names`).
+`init_process_group` and `new_group` both create groups by one function of torch. Four more are patched, because they
+treat a `WatchedGroup` differently from torch's own groups, reach past it, lose the type of its errors, or name a group
+differently on its members (`hashed_names`).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class TorchPatches:
             return
         dist.Backend.register_backend(_BACKEND_NAME, self._backend_created, extended_api=True, devices=["cpu", "cuda"])
         helper, one_by_one = c10d._new_process_group_helper, c10d.batch_isend_irecv
+        set_timeout = c10d._set_pg_timeout
         backward = torch.autograd.graph._engine_run_backward
         signature = inspect.signature(helper)
 
@@ -95,10 +96,15 @@ class TorchPatches:
         def batch_isend_irecv(p2p_op_list: Any) -> Any:
             return _batch_isend_irecv(one_by_one, p2p_op_list)
 
+        def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
+            group = group or dist.group.WORLD
+            group.set_timeout(timeout) if isinstance(group, WatchedGroup) else set_timeout(timeout, group)
+
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             return self._run_backward(backward, args, kwargs)
 
         self._patch(c10d, "_new_process_group_helper", new_process_group)
+        self._patch(c10d, "_set_pg_timeout", set_group_timeout)
         self._patch(c10d, "batch_isend_irecv", batch_isend_irecv)
         self._patch(dist, "batch_isend_irecv", batch_isend_irecv)
         if self._hashed_name is not None:

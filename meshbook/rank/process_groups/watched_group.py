@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 
 from meshbook.ids import name_ranks
 from meshbook.rank.process_groups import coalesced, staged
-from meshbook.rank.process_groups.backends import BackendHandle
+from meshbook.rank.process_groups.backends import A_YEAR, BackendHandle
 from meshbook.rank.process_groups.collectives import COLLECTIVES, OPTION_TYPES, POINT_TO_POINT, inputs_and_options
 from meshbook.rank.process_groups.cuda import finish_on_stream, prepare_queries
 from meshbook.rank.process_groups.failures import GroupFailure
-from meshbook.rank.process_groups.group_health import GroupHealth, Observer
+from meshbook.rank.process_groups.group_health import NO_TIMEOUT, GroupHealth, Observer
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.process_groups.watched_work import WatchedWork
 
@@ -39,7 +39,6 @@ _DELEGATED = (
     "_set_sequence_number_for_group",
     "_wait_for_pending_works",
     "abort",
-    "set_timeout",
 )
 
 _BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
@@ -238,6 +237,10 @@ class WatchedGroup(ProcessGroup):
     def group_name(self) -> Any:
         return self.label.name
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the collectives that begin, and of those that run; see `timeouts`."""
+        self.timeout = timeout
+
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Run gloo's barrier that names the missing ranks. Blocks, without slices; `abort` ends it."""
         health = self.health
@@ -296,6 +299,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
     op, input_index = COLLECTIVES[method]
     has_peer = method in ("send", "recv")  # the peer is the second argument, as a rank in the group
     in_slices = method not in POINT_TO_POINT
+    has_timeout = method == "barrier"  # `dist.barrier` takes one for the call
     on_gloo = coalesced.ON_GLOO.get(method) or staged.ON_GLOO.get(method)
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
@@ -306,12 +310,14 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
         if self._inner is None:
             self._owner.connect(self)
         tensors, options = inputs_and_options(args, kwargs, input_index)
-        peer = self.label.ranks[int(args[1])] if has_peer and len(args) > 1 else None
+        peer = _peer_of(self.label, args) if has_peer else None
         version, work, record = health.connection_version, None, None
         try:
             record = self._ring.begin(op, self.label, tensors, peer)
             arguments = health.notify_begun(record, args, kwargs) if health.observers else None
             on_nccl = self._has_nccl and self._uses_nccl(op, tensors, options)
+            if has_timeout:
+                record.timeout_s = _take_timeout(options, on_nccl=on_nccl)
             if on_gloo is not None and not (on_nccl or self.is_replayed) and len(args) >= 2:
                 work = on_gloo(self._inner, *args, **kwargs)
             else:
@@ -322,10 +328,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
             # here avoids the Work object. No other caller passes asyncOp=False; C++ callers would crash on the None.
             if type(options) not in OPTION_TYPES or options.asyncOp:
                 return WatchedWork(health, record, work, in_slices, arguments)
-            if in_slices:
-                health.wait_in_slices(work)
-            else:
-                work.wait()
+            health.wait_in_slices(work) if in_slices else health.wait_for_peer(record, work)
         except BaseException as error:
             if record is None:
                 health.mark_interrupted_start(op, error)
@@ -345,6 +348,19 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
     collective.__name__ = method
     collective.__qualname__ = f"WatchedGroup.{method}"
     return collective
+
+
+def _peer_of(label: GroupLabel, args: Sequence[Any]) -> int | None:
+    """Return the global rank that a send or receive with these arguments names."""
+    return label.ranks[int(args[1])] if len(args) > 1 else None
+
+
+def _take_timeout(options: Any, *, on_nccl: bool) -> float | None:
+    """Return the timeout in the options of a call, in seconds, and take it from gloo; None: there is none."""
+    if on_nccl or options is None or options.timeout <= NO_TIMEOUT:
+        return None
+    timeout_s, options.timeout = options.timeout.total_seconds(), A_YEAR
+    return float(timeout_s)
 
 
 def _delegated(name: str) -> Callable[..., Any]:

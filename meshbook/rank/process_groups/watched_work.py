@@ -65,12 +65,13 @@ class WatchedWork(Work):
         try:
             if self._in_slices:
                 health.wait_in_slices(work, timeout)
+            elif self._in_slices is False:
+                health.wait_for_peer(record, work, timeout)
             else:
                 # On NCCL this only orders streams, unless there is a timeout; then it blocks until the device is done.
                 work.wait(timeout) if timeout else work.wait()
-                if self._in_slices is None:
-                    finish_on_stream(health.ring, record)
-                    health.raise_if_aborted(record)
+                finish_on_stream(health.ring, record)
+                health.raise_if_aborted(record)
         except BaseException as error:
             if timeout and isinstance(error, RuntimeError) and health.failure is None and not work.is_completed():
                 raise  # the caller's own timeout: the operation continues, and may be waited for again

@@ -119,6 +119,7 @@ HostCommand = (
     | InputReply
     | StopInDebugger
     | LeaveDebugger
+    | PromptsOpen
     | OpenDebugPort
     | KillRanks
     | QueryLogs
@@ -167,6 +168,7 @@ RankCommand = (
     | InputReply
     | StopInDebugger
     | LeaveDebugger
+    | PromptsOpen
     | OpenDebugPort
     | AbortCollectives
     | QueryPositions

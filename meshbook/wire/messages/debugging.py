@@ -29,6 +29,16 @@ class LeaveDebugger(Message):
     target: CallId
 
 
+class PromptsOpen(Message):
+    """To ranks' service threads: whether somebody is asked for a debugger command or by input(), on any rank.
+
+    Timeouts of collectives do not count that time. From the supervisor.
+    """
+
+    ranks: Ranks
+    is_open: bool
+
+
 class OpenDebugPort(Message):
     """Have debugpy listen in a rank's process. The service thread replies with a `DebugPort`, as builtins.
 
