@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +14,7 @@ from meshbook.controller.differences import (
     Differences,
     equal_along,
     find_differences,
+    first_difference,
     plan_comparisons,
     with_numbers,
 )
@@ -46,15 +48,35 @@ def same(session: Session, axes: MeshAxes, names: Sequence[str], *, over: str | 
     if found.differences and over is None:
         axis = equal_along(names, replies, {name: axes.groups(name) for name in axes.names})
         if axis:
-            notes.append(
-                f"All is equal along {axis}: if other ranks hold other parts, as in hand-written tensor parallelism, "
-                f"compare along it alone: %mesh same {' '.join(names)} --over {axis}"
-            )
+            notes.append(_note_of_axis(axis, " ".join(names)))
     differing = {one.path for one in found.differences}
     for reply in replies.values():
         for entries in reply.entries.values():
             equal_at.update({entry.path: reply.last_collective for entry in entries if entry.path not in differing})
     return replace(found, notes=tuple(notes))
+
+
+def same_forward(session: Session, axes: MeshAxes, forward: str, *, over: str | None) -> Differences:
+    """Run a forward on all ranks, and return where they begin to differ; see `Mesh.same`."""
+    try:
+        ast.parse(forward, mode="eval")
+    except SyntaxError as error:
+        raise UsageError(f'{forward!r:.60} is no expression ({error.msg}); write it like: "model(x)"') from None
+    groups = None if over is None else axes.groups(over)
+    ranks = require_living(session, axes.ranks, None)
+    label = f"compare {forward:.40}"
+    command = messages.DescribeState(session.connection.next_call_id(), ranks, (), label, forward)
+    replies = _run(session, command, StateDescription)
+    found = first_difference(forward, replies, over=groups)
+    if found.differences and over is None:
+        axis = equal_along([forward], replies, {name: axes.groups(name) for name in axes.names})
+        notes = (_note_of_axis(axis, f'--forward "{forward}"'),) if axis else ()
+        found = replace(found, notes=(*found.notes, *notes))
+    planned = plan_comparisons(found, replies)
+    if not planned:
+        return found
+    compare = messages.CompareTensors(session.connection.next_call_id(), ranks, planned, label, forward)
+    return with_numbers(found, _run(session, compare, tuple[TensorDifference, ...]))
 
 
 def diff(session: Session, axes: MeshAxes, first: int, second: int, names: Sequence[str]) -> Differences:
@@ -69,6 +91,13 @@ def diff(session: Session, axes: MeshAxes, first: int, second: int, names: Seque
     if found.differences and not session.lost:
         found = _count(session, found, replies)
     return found
+
+
+def _note_of_axis(axis: str, what: str) -> str:
+    return (
+        f"All is equal along {axis}: if other ranks hold other parts, as in hand-written tensor parallelism, compare "
+        f"along it alone: %mesh same {what} --over {axis}"
+    )
 
 
 def _check_names(names: Sequence[object], example: str) -> None:

@@ -6,16 +6,18 @@ from meshbook.controller import comparing, sentinels
 from meshbook.controller.checkpoint_methods import CheckpointMethods
 from meshbook.controller.differences import Differences
 from meshbook.controller.sentinels import NumberReport
+from meshbook.errors import UsageError
 
 
 class DifferenceMethods(CheckpointMethods):
     """Compares what ranks hold; a part of `Mesh`."""
 
-    def same(self, *names: str, over: str | None = None) -> Differences:
+    def same(self, *names: str, over: str | None = None, forward: str | None = None) -> Differences:
         """Compare what replicas must hold equally: models, optimizers, tensors, values. Blocks; after running cells.
 
             mesh.same("model", "opt")
             assert mesh.same("model.layers.3")
+            mesh.same(forward="model(x)")
 
         Replicas are the ranks that a DTensor's placements (FSDP2, tensor parallelism) or DDP's process group say, else
         all that have the name. Ranks compare digests first, bit for bit, and send only tensors that differ: at most 64.
@@ -23,6 +25,9 @@ class DifferenceMethods(CheckpointMethods):
         Args:
             names: on the ranks, or paths from them: "model", "model.layers.3".
             over: an axis: only ranks along it are compared with each other.
+            forward: in place of names, an expression that calls modules. The ranks run it without gradients, and the
+                first that differs of what its modules hold, take and give is reported; if something does, they run it
+                twice. Torch's random numbers and the modules' buffers are put back.
 
         Returns:
             Differences: true if nothing differs; `.differences`, `.text`; it displays itself in a notebook.
@@ -30,8 +35,13 @@ class DifferenceMethods(CheckpointMethods):
         Raises:
             MeshNameError: no rank has a name.
             MeshShapeError: there is no such axis.
-            CellError: what is behind a name cannot be read.
+            CellError: what is behind a name cannot be read; or the forward fails, or calls no module.
+            UsageError: names and a forward, or neither.
         """
+        if forward is not None:
+            if names:
+                raise UsageError(f"names or a forward; compare {', '.join(names)} in a call of its own")
+            return comparing.same_forward(self._session, self._axes, forward, over=over)
         return comparing.same(self._session, self._axes, names, over=over)
 
     def diff(self, first: int, second: int, /, *names: str) -> Differences:

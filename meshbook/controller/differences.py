@@ -79,6 +79,7 @@ class Differences:
         differences: by path; empty: what must be equal is.
         num_compared: tensors and values that several ranks hold, and that were compared.
         notes: what was left out of the comparison, and why.
+        is_forward: what was compared is what modules take and give; of what differs there is the first alone.
     """
 
     names: tuple[str, ...]
@@ -86,6 +87,7 @@ class Differences:
     differences: tuple[Difference, ...] = ()
     num_compared: int = 0
     notes: tuple[str, ...] = ()
+    is_forward: bool = False
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -99,6 +101,8 @@ class Differences:
             heading = f"{what}: equal on {where} ({count} compared)."
             if not self.num_compared:
                 heading = f"{what}: nothing on {where} is to be equal."
+        elif self.is_forward:
+            heading = f"{what}: the first difference between {where}, of {count} in the order of the forward:"
         else:
             paths = len({one.path for one in self.differences})
             heading = f"{what}: {paths:,} of {count} differ between {where}."
@@ -185,6 +189,29 @@ def find_differences(
         num_compared,
         tuple(f"Not compared: {_some(paths)} ({why})." for why, paths in left_out.items()),
     )
+
+
+def first_difference(
+    forward: str, replies: Mapping[int, StateDescription], *, over: Sequence[Ranks] | None = None
+) -> Differences:
+    """Return the first difference in a forward, without its numbers, and up to where all is equal.
+
+    Args:
+        replies: by rank: what modules take and give, in their order.
+        over: see `find_differences`.
+    """
+    found = replace(find_differences([forward], replies, over=over), is_forward=True)
+    if not found.differences:
+        return found
+    paths = [entry.path for entry in replies[found.ranks[0]].entries.get(forward, ())]
+    order = {path: at for at, path in enumerate(paths)}
+    first = min(found.differences, key=lambda one: order.get(one.path, len(paths))).path
+    at = order.get(first, len(paths))
+    note = f"Equal up to {paths[at - 1]}." if at else "Nothing is before it."
+    if first.startswith("input") and not any(" of " in path for path in paths[:at]):
+        note = "It is what the forward is given: give all ranks the same, or compare along an axis alone: --over AXIS"
+    differences = tuple(one for one in found.differences if one.path == first)
+    return replace(found, differences=differences, notes=(note, *found.notes))
 
 
 def plan_comparisons(found: Differences, replies: Mapping[int, StateDescription]) -> tuple[Comparison, ...]:

@@ -295,11 +295,12 @@ COMMANDS = {
         lambda notebook, options: mesh_named(notebook).dashboard(),
     ),
     "same": MagicCommand(
-        "%mesh same NAME [NAME ...] [--over AXIS]",
+        "%mesh same NAME [NAME ...] [--over AXIS] [--forward CALL]",
         "Which replicas of a model, an optimizer or a tensor should be equal and are not.",
         lambda notebook, options: differences.same(mesh_named(notebook), options),
-        (_argument("names", nargs="+"), _argument("--over")),
-        "NAME: or a path from one: model.layers.3. --over: compare only ranks along this axis with each other.",
+        (_argument("names", nargs="*"), _argument("--over"), _argument("--forward")),
+        "NAME: or a path from one: model.layers.3. --over: compare only ranks along this axis with each other. "
+        '--forward "model(x)", in place of names: run it, and say where ranks begin to differ.',
         complete=_mesh_names,
     ),
     "nan": MagicCommand(

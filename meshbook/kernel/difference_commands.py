@@ -26,7 +26,7 @@ def nan(mesh: Mesh, options: argparse.Namespace) -> NumberReport | None:
 
 
 def same(mesh: Mesh, options: argparse.Namespace) -> Differences:
-    return mesh.same(*options.names, over=options.over)
+    return mesh.same(*options.names, over=options.over, forward=options.forward)
 
 
 def diff(mesh: Mesh, options: argparse.Namespace) -> Differences:

@@ -315,17 +315,19 @@ class Executor:
         return Outcome(status=restored.status, error=restored.error, bound_names=bound)
 
     def _describe_state(self, command: messages.DescribeState) -> Outcome:
-        from meshbook.rank.differences.state import describe_state  # imports torch, which a mesh may not have
+        from meshbook.rank.differences.forward import describe_forward  # these import torch, which a mesh may not have
+        from meshbook.rank.differences.state import describe_state
 
+        if command.forward:
+            return _reply_of(self._runner.call(lambda: describe_forward(command.forward, self._shell.user_ns)))
         names, ring = self._shell.user_names(), self._groups.ring
-        described = self._runner.call(lambda: describe_state(command.names, self._shell.user_ns, names, ring))
-        return _reply_of(described)
+        return _reply_of(self._runner.call(lambda: describe_state(command.names, self._shell.user_ns, names, ring)))
 
     def _compare_tensors(self, command: messages.CompareTensors) -> Outcome:
         from meshbook.rank.differences.comparing import compare_tensors  # imports torch, which a mesh may not have
 
-        compared = self._runner.call(lambda: compare_tensors(self._rank, command.comparisons, self._shell.user_ns))
-        return _reply_of(compared)
+        parts = self._rank, command.comparisons, self._shell.user_ns, command.forward
+        return _reply_of(self._runner.call(lambda: compare_tensors(*parts)))
 
     def _set_sentinel(self, command: messages.SetSentinel) -> Outcome:
         return _reply_of(self._runner.call(lambda: self._sentinel.switch(on=command.on)))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshbook.controller.differences import find_differences, fold_differences, plan_comparisons
+from meshbook.controller.differences import find_differences, first_difference, fold_differences, plan_comparisons
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import MeshNameError, MeshShapeError, UsageError
+from meshbook.errors import CellError, MeshNameError, MeshShapeError, UsageError
 from meshbook.wire.messages import StateDescription, StateEntry
 from tests.controller.test_heal import kill
 from tests.standstill import stop
@@ -53,6 +53,20 @@ def test_a_name_that_some_ranks_lack_is_a_difference() -> None:
     assert "nothing, and Net on ranks 0-1" in find_differences(["model"], replies).text
 
 
+def test_the_first_difference_of_a_forward_is_the_one_before_which_all_is_equal() -> None:
+    def forward(**digests: str) -> StateDescription:
+        entries = described(**digests).entries["model"]
+        return StateDescription({"f(x)": "forward"}, {"f(x)": entries})
+
+    usual = forward(a__w="1", input="2", output="3", later="4")
+    replies = {0: usual, 1: usual, 2: forward(a__w="1", input="2", output="odd", later="odd")}
+    found = first_difference("f(x)", replies)
+    assert [(one.path, one.ranks) for one in found.differences] == [("output", (2,))]
+    assert "the first difference between ranks 0-2, of 4 tensors and values in the order of the forward:" in found.text
+    assert found.notes == ("Equal up to input.",)
+    assert first_difference("f(x)", replies, over=[(0, 1)])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +103,71 @@ dist.all_reduce(t)""")
     assert one.since != one.before
     assert mesh.same("model.0")
     assert not mesh.same("model.2")
+
+
+FORWARD = """
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop, self.b = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("calls", torch.zeros(1))
+    def forward(self, x, *, mask=None):
+        self.calls += 1
+        x = self.drop(torch.relu_(self.a(x))) + extra
+        return self.b(x * self.scale)
+net, x, extra = Net(), torch.randn(16, 8), 0.0
+"""
+# By the fault that rank 2 gets: where the forward begins to differ, and up to where it is equal.
+FAULTS = {
+    "torch.manual_seed(7)": ("output of net.drop", "Equal up to input of net.drop."),
+    "extra = 1e-3": ("input of net.b", "Equal up to net.b.bias."),
+    "net.scale[3] = 2": ("net.scale", "Nothing is before it."),
+    "net.b.weight.data[0, 0] += 1": ("net.b.weight", "Equal up to output of net.drop."),
+    "x[0] = 0": ("input of net", "It is what the forward is given"),
+    "net.a.register_forward_hook(lambda m, args, out: out + 1)": ("input of net.drop", "Equal up to output of net.a."),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_forward_says_which_module_ranks_begin_to_differ_in(mesh: Mesh, fault: str) -> None:
+    where, up_to = FAULTS[fault]
+    mesh.run(f"{FORWARD}\nif rank == 2: {fault}\nrandom = torch.get_rng_state()")
+    found = mesh.same(forward="net(x)")
+    (one,) = found.differences
+    assert (one.path, one.ranks) == (where, (2,))
+    assert one.num_differing
+    assert up_to in found.text
+    assert mesh.run("torch.equal(random, torch.get_rng_state()), int(net.calls)").values.same() == (True, 0)
+
+
+def test_a_forward_without_a_difference_is_equal_and_has_compared_each_call(mesh: Mesh) -> None:
+    mesh.run(FORWARD)
+    found = mesh.same(forward="net(x).sum() + net(x, mask=x).sum()")
+    assert found, found.text
+    # In the first call 6 parameters and buffers, and what the model and its 3 layers take and give; then also a mask.
+    assert found.num_compared == 6 + 8 + 9
+
+
+def test_a_forward_of_a_parallel_model_is_compared_along_the_axis_that_has_replicas(mesh: Mesh) -> None:
+    mesh.run(f"""
+{FORWARD}
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)))
+pair = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+parallelize_module(pair, mesh["tp"], {{"0": ColwiseParallel(), "2": RowwiseParallel()}})
+torch.manual_seed(rank)
+""")
+    found = mesh.same(forward="ddp(x)")
+    assert {one.path for one in found.differences} == {"output of ddp.1"}
+    cut = mesh.same(forward="pair(x)")
+    assert {one.path for one in cut.differences} == {"input of pair.1"}
+    assert '%mesh same --forward "pair(x)" --over dp' in cut.text
+    assert mesh.same(forward="pair(x)", over="dp")
+    mesh.run("if rank == 3: x = x + 1")
+    assert [one.path for one in mesh.same(forward="pair(x)", over="dp").differences] == ["input of pair"]
 
 
 def test_two_ranks_are_compared_whatever_their_placements(mesh: Mesh) -> None:
@@ -140,6 +219,9 @@ def test_other_parts_along_an_axis_are_told_with_the_way_to_compare_along_it(mes
         (lambda mesh: mesh.same(), UsageError, "which names"),
         (lambda mesh: mesh.same("a b."), UsageError, "is not a name on the ranks"),
         (lambda mesh: mesh.same("w", over="zz"), MeshShapeError, "no axis 'zz'"),
+        (lambda mesh: mesh.same("w", forward="w"), UsageError, "names or a forward"),
+        (lambda mesh: mesh.same(forward="w("), UsageError, "is no expression"),
+        (lambda mesh: mesh.same(forward="w + 1"), CellError, "`w \\+ 1` calls no module"),
         (lambda mesh: mesh.diff(0, 0, "w"), UsageError, "rank 0 twice"),
         (lambda mesh: mesh.diff(0, 9, "w"), MeshShapeError, "rank 9 is not in this mesh"),
     ],

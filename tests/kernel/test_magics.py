@@ -408,6 +408,14 @@ def test_logs_with_an_option_search_in_all_that_was_printed(typed: Terminal) -> 
     assert {hit.ranks for hit in typed("%mesh logs --ranks dp=0 --grep '^found'")} == {(0,)}
 
 
+def test_same_with_a_forward_says_where_ranks_begin_to_differ(typed: Terminal) -> None:
+    typed("%%mesh\nlayer = torch.nn.Dropout(0.5)\ntorch.manual_seed(rank)")
+    found = typed('%mesh same --forward "layer(torch.ones(64))"')
+    assert [one.path for one in found.differences] == ["output of layer"]
+    with pytest.raises(UsageError, match="names or a forward"):
+        typed("%mesh same layer --forward layer(1)")
+
+
 def test_interrupt_stops_a_cell_in_the_background(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     future = typed("%%mesh --bg\nimport time\nwhile True: time.sleep(10)")
     typed("%mesh interrupt dp=0-1")

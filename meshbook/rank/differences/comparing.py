@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshbook.rank.differences.forward import tensors_of_forward
 from meshbook.rank.differences.state import tensors_behind
 from meshbook.rank.state.modules import local_part
 from meshbook.wire.messages import Comparison, TensorDifference
@@ -17,10 +18,16 @@ _CHUNK = 1 << 22
 
 
 def compare_tensors(
-    rank: int, comparisons: Iterable[Comparison], namespace: Mapping[str, Any]
+    rank: int, comparisons: Sequence[Comparison], namespace: dict[str, Any], forward: str = ""
 ) -> list[TensorDifference]:
-    """Take this rank's part in comparisons, in their order, which is equal on all ranks. Sends and receives."""
+    """Take this rank's part in comparisons, in their order, which is equal on all ranks. Sends and receives.
+
+    Args:
+        forward: what is compared is what modules take and give in this expression, which is run; empty: names.
+    """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
+    if forward:
+        tensors = tensors_of_forward(forward, namespace, {comparison.path for comparison in comparisons})
     differences = []
     for comparison in comparisons:
         if rank != comparison.source and rank not in comparison.targets:

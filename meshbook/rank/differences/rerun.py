@@ -214,7 +214,7 @@ def first_bad_of(
     """
     is_back = gradient is not None
     try:
-        with torch.set_grad_enabled(is_back), _run_quietly(), _anomalies_noted(is_back), _Watch(stack, sys._getframe()):
+        with torch.set_grad_enabled(is_back), run_quietly(), _anomalies_noted(is_back), _Watch(stack, sys._getframe()):
             output = next(tensors_in(forward()), None)
             if gradient is not None and output is not None:
                 inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
@@ -261,7 +261,7 @@ def _anomalies_noted(backward: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _run_quietly() -> Iterator[None]:
+def run_quietly() -> Iterator[None]:
     """Have compiled code run operation by operation, and no warnings, which the user has had or which are about this.
 
     Anomaly detection warns, with all frames, of the exception that ends the search.
@@ -287,7 +287,7 @@ def _as_it_was(call: ModuleCall) -> Iterator[None]:
         with (
             torch.set_grad_enabled(call.grad_enabled),
             torch.autocast(device_type, dtype=dtype, enabled=enabled),
-            _run_quietly(),
+            run_quietly(),
         ):
             yield
     finally:

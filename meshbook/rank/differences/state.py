@@ -96,11 +96,11 @@ def _describe_tensors(name: str, value: Any, namespace: Mapping[str, Any]) -> It
     if isinstance(value, nn.Module):
         group = _group_of(value)
         for path, tensor, own in _module_tensors(name, value):
-            yield _describe_tensor(path, tensor, group, own)
+            yield describe_tensor(path, tensor, group, own)
         return
     state = _read(name, value, namespace)
     for parts, tensor in state.tensors.items():
-        yield _describe_tensor(key_of(parts), tensor, None, "")
+        yield describe_tensor(key_of(parts), tensor, None, "")
     for parts, each in _values_of(state):
         own = "random numbers are each rank's own" if kind_of(value) == "generator" else ""
         text = " ".join(repr_of(each).split())
@@ -118,7 +118,13 @@ def _values_of(state: NamedState) -> Iterator[tuple[Path, Any]]:
             yield from (((*path, str(number), option), each) for option, each in group.items() if option != "params")
 
 
-def _describe_tensor(path: str, tensor: torch.Tensor, group: Ranks | None, own: str) -> StateEntry:
+def describe_tensor(path: str, tensor: torch.Tensor, group: Ranks | None, own: str) -> StateEntry:
+    """Describe this rank's part of a tensor.
+
+    Args:
+        group: the ranks that are to hold the same, if it is not a DTensor; None: all.
+        own: why each rank may hold its own; empty: it may not.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     equal_on = group
     if isinstance(tensor, DTensor):
@@ -133,7 +139,7 @@ def _describe_tensor(path: str, tensor: torch.Tensor, group: Ranks | None, own: 
 def _module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Return path, tensor, and why it may differ between ranks, of all parameters and buffers."""
     ddp = isinstance(module, DistributedDataParallel)
-    own_buffers = _buffers_of_own_batches(module)
+    own_buffers = buffers_of_own_batches(module)
     from_first = ddp and bool(getattr(module, "broadcast_buffers", False))
     for is_buffer, tensors in ((False, module.named_parameters()), (True, module.named_buffers())):
         for full, tensor in tensors:
@@ -146,7 +152,8 @@ def _module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, torch.T
             yield f"{name}.{path}", tensor, own
 
 
-def _buffers_of_own_batches(module: nn.Module) -> set[int]:
+def buffers_of_own_batches(module: nn.Module) -> set[int]:
+    """Return the ids of the buffers with statistics that a module takes of this rank's batches alone."""
     return {
         id(buffer)
         for part in module.modules()

@@ -34,6 +34,16 @@ class ModuleNames:
         ]
         return min(names, key=lambda name: (name.count("."), len(name)), default=_class_of(module))
 
+    def all_names(self) -> dict[int, str]:
+        """Return the shortest path to each module that a name leads to, by its id."""
+        names: dict[int, str] = {}
+        for name, top in self._tops():
+            for path, inner in top.named_modules():
+                found = without_wrappers(f"{name}.{path}".rstrip("."))
+                known = names.get(id(inner), found)
+                names[id(inner)] = min(known, found, key=lambda each: (each.count("."), len(each)))
+        return names
+
     def name_parameter(self, parameter: Any, called: Sequence[nn.Module]) -> str:
         """Return the path to a parameter, from one of the modules that were called if it has it; empty: no path."""
         for module in called:

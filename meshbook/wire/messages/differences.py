@@ -30,6 +30,7 @@ class DescribeState(Message):
     ranks: Ranks
     names: tuple[str, ...]  # "model", "model.layers.3"
     label: str = "compare"
+    forward: str = ""  # in place of names: an expression, whose modules' inputs and outputs are described
 
 
 class CompareTensors(Message):
@@ -42,6 +43,7 @@ class CompareTensors(Message):
     ranks: Ranks
     comparisons: tuple[Comparison, ...]
     label: str = "compare"
+    forward: str = ""  # all ranks run this expression; what is compared is what its modules take and give
 
 
 class SetSentinel(Message):
