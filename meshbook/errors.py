@@ -98,6 +98,10 @@ class TransferError(MeshbookError, TypeError):
     """A value cannot be sent between the controller and the ranks."""
 
 
+class SyncError(MeshbookError):
+    """The project folder could not be brought to a machine; what it had before is there still."""
+
+
 class ValuesDiffer(MeshbookError, ValueError):
     """One value was requested, and the ranks hold different ones."""
 

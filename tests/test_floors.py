@@ -122,12 +122,13 @@ PURE = (
     "supervisor.kept_output", "supervisor.log_searches", "supervisor.machines",
     "supervisor.monitoring", "supervisor.past_cells",
     "supervisor.position_queries", "supervisor.preemption", "supervisor.preemption_points",
+    "supervisor.project_sync",
     "supervisor.rank_changes", "supervisor.rank_table", "supervisor.resizing",
     "supervisor.scheduler",
     "supervisor.series", "supervisor.silent_hosts",
     "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup",
     "supervisor.state", "supervisor.telemetry", "tensors.faults", "tensors.placement_rules", "wire.codec",
-    "wire.link", "wire.messages",
+    "wire.link", "wire.messages", "wire.project_files",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -50,6 +50,7 @@ ERRORS = {
     "ResizeError",
     "Released",
     "StartError",
+    "SyncError",
     "TransferError",
     "UsageError",
     "ValuesDiffer",

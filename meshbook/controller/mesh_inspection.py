@@ -6,10 +6,11 @@ from collections.abc import Generator, Sequence
 from datetime import datetime
 from typing import Any, get_args, overload
 
-from meshbook.controller import reports
+from meshbook.controller import project, reports
 from meshbook.controller.hosts import Hosts, fetch_hosts
 from meshbook.controller.logs import DEFAULT_LIMIT, LogHit, Logs, follow, search
 from meshbook.controller.past_cells import PastCell, fetch_past_cells
+from meshbook.controller.project import Synced
 from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.session import Session
 from meshbook.controller.tables import MeshStatus, Table
@@ -81,6 +82,20 @@ class MeshInspection:
     def hosts(self) -> Hosts:
         """Return the mesh's machines, a row for each: state, ranks, GPUs or cores, versions, latency."""
         return fetch_hosts(self._session)
+
+    def sync(self) -> Synced:
+        """Bring what has changed in the project folder to all machines. Blocks. It takes `create_mesh(sync=True)`.
+
+        Files that were removed here are removed there. A module that ranks have imported stays as it is:
+        `importlib.reload`, or `%autoreload 2` on the ranks. In a notebook it happens before each cell.
+
+        Returns:
+            Synced: how many files went to each machine, and which do not travel.
+
+        Raises:
+            SyncError: the mesh has no project; it is too large; or a machine could not take it, and has what it had.
+        """
+        return project.sync(self._session)
 
     @overload
     def history(self) -> tuple[messages.HistoryEntry, ...]: ...

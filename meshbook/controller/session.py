@@ -17,6 +17,7 @@ from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.foreground import ForegroundCalls
 from meshbook.controller.futures import MeshFuture
+from meshbook.controller.missing_modules import add_hint
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.transfer import ValueTransfer
 from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, StartError
@@ -24,6 +25,9 @@ from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.previews import expressions
 from meshbook.wire import messages
+from meshbook.wire.messages import MeshSpec, ProjectFile
+
+Files = tuple[ProjectFile, ...]
 
 _STOP_TIMEOUT_S = 15.0
 _QUERY_TIMEOUT_S = 3.0
@@ -75,15 +79,15 @@ class Session:
 
     # ---- start, stop, detach
 
-    def start(self, axes: MeshAxes, spec: messages.MeshSpec, *, timeout_s: float) -> messages.MeshReady:
-        """Start the ranks and wait until their process group is ready. Blocks. A launcher's queue does not count.
+    def start(self, axes: MeshAxes, spec: MeshSpec, files: Files = (), *, timeout_s: float) -> messages.MeshReady:
+        """Start the ranks and wait until their process group is ready; queues, and files on their way, do not count.
 
         Raises:
             StartError: they did not start; nothing is left running.
             MeshInUse: this mesh has ranks already.
         """
         call = self.connection.next_call_id()
-        command = messages.StartMesh(call=call, spec=spec)
+        command = messages.StartMesh(call=call, spec=spec, files=files)
         try:
             ready = _request_start(self.connection, command, timeout_s)
         except TimeoutError:
@@ -275,7 +279,7 @@ class Session:
         """Raise the error that the finished call stands for, if it failed."""
         error = error_from(finished, label)
         if error is not None:
-            raise render_error(error)
+            raise add_hint(render_error(error), self.info.spec)
 
     def cell_result(self, command: Any, finished: messages.CallFinished, output: str) -> CellResult:
         """Return the result of a finished cell or call; `output`: what it printed.

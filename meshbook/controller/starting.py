@@ -20,6 +20,8 @@ from meshbook.controller.device_note import device_note
 from meshbook.controller.hosts import busy_gpus, fetch_hosts
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.project import describe_left_out, project_of
+from meshbook.controller.project_folder import find_project
 from meshbook.controller.session import Session
 from meshbook.engines import ENGINES
 from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
@@ -50,6 +52,8 @@ def create_mesh(
     torch: bool = True,
     env: Mapping[str, str] | None = None,
     end_on_error: bool | None = None,
+    sync: bool | Sequence[str] = False,
+    uv: bool = False,
     listen: str | None = None,
     orphan_ttl_s: float | None = None,
     kind: str = "script",
@@ -79,12 +83,18 @@ def create_mesh(
         torch: False starts light ranks that do not import torch.
         env: environment variables for the ranks.
         end_on_error: False: ranks that wait in a collective for a rank that raised, or ended, wait until Stop.
+        sync: bring the project folder to the machines of `on`: the files that git would take of the repository that
+            this process works in, else all of its folder; and those that are named. Ranks work in that copy.
+            `Mesh.sync` brings what has changed.
+        uv: have each machine run `uv sync --frozen` in its copy before ranks start, which then have the packages of
+            uv.lock.
         listen: a tcp address to listen on, encrypted, instead of a local socket.
         orphan_ttl_s: seconds that it may live without any client.
 
     Raises:
         MeshShapeError: the axes are invalid, or the last one would not stay within a machine.
-        UsageError: `on` is no address, and no name of a cluster.
+        UsageError: `on` is no address, and no name of a cluster; or there is nothing to sync to, or no uv.lock.
+        SyncError: the project is too large, or cannot be read.
         MeshInUse: the name is taken.
         StartError: the mesh did not start; nothing is left running.
     """
@@ -108,6 +118,7 @@ def create_mesh(
         torch=torch,
         env=env,
         end_on_error=end_on_error,
+        project=choose_project(sync, uv=uv),
     )
 
     def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
@@ -183,9 +194,19 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Se
 
     Raises:
         StartError: they did not start; nothing is left running.
+        SyncError: the project is too large, or cannot be read; nothing is left running.
     """
-    session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
+    project = project_of(session, spec)
+    try:
+        files = () if project is None else project.look()
+    except BaseException:
+        session.stop()
+        raise
+    session.start(grid, spec, files, timeout_s=read_defaults().start_timeout_s)
     notes = [device_note(session.info, _num_free_gpus(session, spec)), _others_note(session, spec)]
+    if project is not None:
+        project.started(files)
+        notes += describe_left_out(project.folder.left_out)
     for note in filter(None, notes):
         background_output_of(session).notify(grid.ranks, note)
     return session
@@ -267,6 +288,7 @@ def make_spec(
     torch: bool = True,
     env: Mapping[str, str] | None = None,
     end_on_error: bool | None = None,
+    project: messages.ProjectSpec | None = None,
 ) -> messages.MeshSpec:
     """Validate the options and return the `MeshSpec` for the supervisor; None: the user's default.
 
@@ -290,6 +312,11 @@ def make_spec(
             if on
             else f"the engine {engine} needs to know its machines: --on {engine}://gpu1,gpu2"
         )
+    if project is not None and not on:
+        raise UsageError(
+            "--sync brings the project folder to other machines, and this mesh is on this one, whose ranks have it; "
+            "leave it out, or say on which machines: --on ssh://gpu1,gpu2"
+        )
     env = dict(env or {}) if on or not torch else _choose_gpus(device, env or {})
     _check_numbers(defaults)
     if not 1 <= num_hosts <= grid.size:
@@ -309,8 +336,22 @@ def make_spec(
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
         log_bytes=defaults.log_mb << 20,
         lost_after_s=defaults.lost_after_s,
+        project=project,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
+
+
+def choose_project(sync: bool | Sequence[str], *, uv: bool) -> messages.ProjectSpec | None:
+    """Return the project that travels; None: none does. Raises UsageError, SyncError.
+
+    Args:
+        sync: as `create_mesh` takes it.
+    """
+    if sync is False:
+        if uv:
+            raise UsageError("uv runs in a copy of the project: --env uv goes with --sync (uv=True with sync=True)")
+        return None
+    return find_project((sync,) if isinstance(sync, str) else () if sync is True else sync, uv=uv)
 
 
 def _choose_gpus(device: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -13,11 +13,13 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from meshbook.errors import TransferError
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
+from meshbook.host.project_copy import ProjectCopy
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import codec, messages
 from meshbook.wire.descriptor_reserve import DescriptorReserve
@@ -50,6 +52,7 @@ class HostProcess:
         self._is_cut_off = False
         self._lease_s = float("inf")
         self._heard_at = self.loop.clock.monotonic()
+        self._project = ProjectCopy(self.loop, folder, self._report)
         self.agent = HostAgent(self.loop, self._context, folder, token, host, self._report, mergeable=True, place=place)
 
     def run(
@@ -77,6 +80,7 @@ class HostProcess:
         self._check_lease()
         self.loop.run()
         self.agent.close()
+        self._project.close()
         self._supervisor.close(linger_ms=_LINGER_MS)  # the ranks' last output may still be in transit
         self._context.term()
 
@@ -116,6 +120,10 @@ class HostProcess:
                 self._end(command.grace_s)
             case messages.StartRanks() if self._is_ending:
                 pass  # nobody would end what is started now; the supervisor learns that this host has ended
+            case messages.StartRanks() | messages.PrepareSpares():
+                self.agent.handle(msgspec.structs.replace(command, spec=self._project.localize(command.spec)), body)
+            case messages.SyncFiles() | messages.FileParts():
+                self._project.handle(command)
             case messages.KeepAlive():
                 self._lease_s = command.lease_s
                 self._supervisor.send(codec.encode_body(messages.HostAlive(command.sent_at)))

@@ -61,6 +61,7 @@ def main() -> None:
         _be_looked_at()
         return
     try:
+        folders.remove_stale_folders()  # of hosts that were killed, with their copies of a project
         folder = _claim_folder(f"{options.mesh}.h{options.host}")
     except MeshbookError as error:
         _write_line(RemoteHello(problem=str(error)))

@@ -18,6 +18,7 @@ from meshbook.controller.console import Console
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.past_cells import end_items
+from meshbook.controller.project import project_of
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.running import heal_advice_for
 from meshbook.controller.session import Session
@@ -131,6 +132,8 @@ class CellRunner:
         source = self._fix_history(source)
         mesh = mesh or self._current_mesh()
         session = mesh.session
+        if (project := project_of(session)) is not None:
+            project.sync_if_changed()
         chosen_at = session.info.num_rank_changes if ranks is None else None
         chosen = mesh.resolve_ranks(ranks)
         output = self._front_end.make_sink(chosen, number)

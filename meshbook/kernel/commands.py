@@ -235,7 +235,8 @@ _PATH, _STEP, _NAMES = _argument("path"), _argument("--step", type=int), _argume
 COMMANDS = {
     "start": MagicCommand(
         "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--on ssh://gpu1,gpu2 [--nodes N] [--per-node N]] "
-        "[--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "[--sync [PATH,PATH] [--env uv]] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] "
+        "[--ttl SECONDS] [--no-end-on-error]",
         "Start ranks, if none run yet; without -n or --axes one per GPU, else 2 to 4.",
         _start,
         MESH_ARGUMENTS,
@@ -243,13 +244,16 @@ COMMANDS = {
         "another one is an error, which %mesh restart resolves. "
         "--on: on machines that ssh reaches, or on a cluster of meshbook.toml. --nodes: on so many of them, else on "
         "all. --per-node: ranks on each, else one per GPU. "
+        "--sync: bring the project folder to them; of what git ignores, what is named. --env uv: run uv sync --frozen "
+        "there before ranks start. "
         "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
         "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached. --no-end-on-error: "
         "ranks that wait in a collective for one that has failed wait until Stop.",
     ),
     "restart": MagicCommand(
         "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--on ssh://gpu1,gpu2 [--nodes N] [--per-node N]] "
-        "[--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "[--sync [PATH,PATH] [--env uv]] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] [--keep] "
+        "[--ttl SECONDS] [--no-end-on-error]",
         "Fresh ranks in place of those that run; what they hold is lost.",
         _restart,
         MESH_ARGUMENTS,
@@ -269,6 +273,11 @@ COMMANDS = {
         lambda notebook, options: mesh_named(notebook, options.name).hosts(),
         (_NAME,),
         complete=lambda notebook: notebook.meshes,
+    ),
+    "sync": MagicCommand(
+        "%mesh sync",
+        "Bring what has changed in the project folder to the machines, as happens before each cell.",
+        lambda notebook, options: mesh_named(notebook).sync(),
     ),
     "why": MagicCommand(
         "%mesh why",

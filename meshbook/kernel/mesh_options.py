@@ -8,9 +8,9 @@ from typing import Any
 from meshbook.controller.tables import describe_size
 from meshbook.ids import format_ranks
 from meshbook.mesh_axes import MeshAxes
-from meshbook.wire.messages import MeshInfo, MeshSpec
+from meshbook.wire.messages import MeshInfo, MeshSpec, ProjectSpec
 
-_SPEC_FIELDS = ("engine", "on", "num_hosts", "start_method", "device", "end_on_error")
+_SPEC_FIELDS = ("engine", "on", "num_hosts", "start_method", "device", "end_on_error", "project")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class MeshOptions:
     Attributes:
         ranks: how many; `axes` comes before it.
         engine, on, num_hosts, start_method, device, end_on_error: as `meshbook.create_mesh`.
+        project: that goes to the machines.
         keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
         orphan_ttl_s: seconds that it may live without any client.
     """
@@ -32,6 +33,7 @@ class MeshOptions:
     start_method: str | None = None
     device: str | None = None
     end_on_error: bool | None = None
+    project: ProjectSpec | None = None
     keep: bool | None = None
     orphan_ttl_s: float | None = None
 
@@ -66,6 +68,8 @@ class MeshOptions:
                 found.append(f"its {what} is {actual}, and {requested} is asked for")
         if self.end_on_error not in (None, spec.end_on_error):
             found.append(f"it has end_on_error={spec.end_on_error}, and {self.end_on_error} is asked for")
+        if self.project not in (None, spec.project):
+            found.append("its machines do not have this project, or not in this way, and --sync is asked for")
         kinds = {rank.device.partition(":")[0] for rank in info.ranks}
         if self.device not in (None, "auto", spec.device) and kinds != {self.device}:
             found.append(f"its ranks are on {' and '.join(sorted(kinds))}, and {self.device} is asked for")

@@ -6,6 +6,7 @@ import argparse
 
 from meshbook.controller.clusters import choose_machines
 from meshbook.controller.config import read_defaults
+from meshbook.controller.starting import choose_project
 from meshbook.errors import MeshShapeError, UsageError
 from meshbook.kernel.magic_command import argument
 from meshbook.kernel.mesh_options import MeshOptions
@@ -22,6 +23,8 @@ MESH_ARGUMENTS = (
     argument("--on"),
     argument("--nodes", type=int),
     argument("--per-node", type=int),
+    argument("--sync", nargs="?", const="", metavar="PATH[,PATH]"),
+    argument("--env", choices=("uv",)),
     argument("--fresh", action="store_true"),
     argument("--device"),
     argument("--no-end-on-error", action="store_true"),
@@ -64,6 +67,10 @@ def mesh_options(options: argparse.Namespace) -> MeshOptions:
         num_hosts=options.hosts if cluster is None else cluster.num_hosts,
         start_method="fresh" if options.fresh else None,
         device=options.device,
+        project=choose_project(
+            False if options.sync is None else [path for path in options.sync.split(",") if path],
+            uv=options.env == "uv",
+        ),
         end_on_error=False if options.no_end_on_error else None,
         keep=options.keep,
         orphan_ttl_s=options.ttl,

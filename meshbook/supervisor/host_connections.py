@@ -20,6 +20,7 @@ import zmq
 from meshbook.engines.base import HostEngine, HostStart
 from meshbook.errors import ProtocolError, StartError, VersionMismatch
 from meshbook.host.facts import address_towards
+from meshbook.supervisor.project_server import ProjectServer
 from meshbook.supervisor.value_carrier import ValueCarrier
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.linked_sockets import LinkedRouter
@@ -108,6 +109,7 @@ class HostConnections:
         self._rejections = RateLimitedLog(log)
         self._is_stopping = False
         self.values = ValueCarrier(self._send, events.host_reported)
+        self._project = ProjectServer()
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         self._socket, self._listen_store = socket, listen_store
@@ -131,6 +133,8 @@ class HostConnections:
         """Send a command, encoded in `body`, to hosts; its values too, to those on other machines."""
         if isinstance(message, messages.Release):
             self.values.release(message.segments)
+        elif isinstance(message, messages.SyncFiles):
+            self._project.allow(message)
         remote = {host.number for host in self._hosts.values() if host.is_remote}
         if not remote or not self.values.stage(hosts, remote, message, body):
             self._send(hosts, body)
@@ -214,6 +218,8 @@ class HostConnections:
             host.is_remote = report.facts.machine != machine_id()
         if isinstance(report, messages.HostAlive):
             host.latency_s = host.heard_at - report.sent_at
+        elif isinstance(report, messages.FetchFiles):
+            self._send((number,), codec.encode_body(self._project.serve(report)))
         elif not self.values.receive(number, report, body, is_remote=host.is_remote):
             self._events.host_reported(number, report)
 

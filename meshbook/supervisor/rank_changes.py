@@ -1,4 +1,7 @@
-"""What changes which processes are ranks: heals, resizes, and what follows a SIGTERM. Each waits for the others."""
+"""What changes which processes are ranks: heals, resizes, and what follows a SIGTERM. Each waits for the others.
+
+A host starts ranks when it has the project's files, if the mesh has a project.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import Any
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client
-from meshbook.supervisor.effects import Effect, SendToClient
+from meshbook.supervisor.effects import Effect, SendToClient, SetTimer
 from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.healing import Healing
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.machines import MachineTable
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.preemption import Preemption
+from meshbook.supervisor.project_sync import ProjectSync
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.resizing import Resizing
 from meshbook.supervisor.scheduler import CallScheduler
@@ -23,6 +27,9 @@ from meshbook.supervisor.startup import MeshStartup
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
 
+# Seconds between two looks whether hosts that a heal waits for still get their files.
+_PREPARING_POLL_S = 10.0
+
 
 class RankChanges:
     """Heals, resizes and preemption of one mesh.
@@ -30,6 +37,7 @@ class RankChanges:
     Attributes:
         healing: heals, and the processes that a resize adds.
         spares: processes that wait to become ranks.
+        project: its files on the hosts.
         preemption: what follows a SIGTERM; the driver reports those of its own process to it.
         command_handlers: by type of command, as `MeshState` calls them.
     """
@@ -56,6 +64,7 @@ class RankChanges:
             mesh_id: unique, for the names of saves.
         """
         self._ranks, self._startup, self._machines = ranks, startup, machines
+        self.project = ProjectSync(ranks, machines, startup)
         self.spares = SpareTable(ranks, startup, machines)
         self.healing = Healing(ranks, groups, scheduler, cells, startup, saves, machines, self.spares, info)
         self._resizing = Resizing(
@@ -69,6 +78,7 @@ class RankChanges:
             messages.ResizeMesh: lambda client, command, _, now: (
                 self.preemption.refuse_heal(client.id, command) or self._resizing.begin(client.id, command, now)
             ),
+            messages.SyncProject: lambda client, command, *_: self.project.begin(client.id, command),
             messages.KeepSpares: lambda client, command, *_: self.spares.keep(client.id, command),
             messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
         }
@@ -78,7 +88,29 @@ class RankChanges:
         return self._startup.queued(state)
 
     def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
-        """Have a host start ranks: those of a mesh that comes up, or those of a heal."""
+        """Have a host start ranks, when it has the project: those of a mesh that comes up, or those of a heal."""
+        return self.project.host_ready(host, report) or self._start_ranks(host, report, now)
+
+    def files_synced(self, host: int, report: messages.FilesSynced, now: float) -> list[Effect]:
+        """Handle a host that has the project's files, or cannot have them."""
+        effects, held = self.project.synced(host, report)
+        match held:
+            case messages.HostReady():
+                return [*effects, *self._start_ranks(host, held, now)]
+            case messages.HostFailed():
+                return [*effects, *self.host_failed(host, held, now)]
+        return effects
+
+    def host_lost(self, host: int, reason: str) -> list[Effect]:
+        return [*self.project.host_lost(host), *self.healing.host_failed(host, reason)]
+
+    def hosts_late(self, attempt: str) -> list[Effect]:
+        """Give up on hosts that have not come in time; one that gets its files or its environment is waited for."""
+        if self.project.is_preparing:
+            return [SetTimer(f"hosts {attempt}", _PREPARING_POLL_S)]
+        return self.healing.hosts_late(attempt)
+
+    def _start_ranks(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
         self._machines.ready(host, report.hostname, report.facts)
         if self._startup.is_pending:
             return self._startup.host_ready(host, report, now)

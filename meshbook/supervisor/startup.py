@@ -20,6 +20,7 @@ class MeshStartup:
 
     Attributes:
         spec: what was requested; None: nothing yet.
+        files: of the project, as they were then.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class MeshStartup:
         self._ranks, self._groups, self._scheduler, self._info = ranks, groups, scheduler, info
         self._machines = machines
         self.spec: MeshSpec | None = None
+        self.files: tuple[messages.ProjectFile, ...] = ()
         self._pending: tuple[str, messages.StartMesh, float] | None = None  # client, its command, since
         self._hosts_ready: set[int] = set()
 
@@ -48,6 +50,7 @@ class MeshStartup:
 
     def begin(self, client: str, command: messages.StartMesh, now: float) -> list[Effect]:
         spec = self.spec = command.spec
+        self.files = command.files
         self._ranks.assign(math.prod(spec.axes.values()), spec.num_hosts)
         self._pending = (client, command, now)
         self._machines.begin(spec)

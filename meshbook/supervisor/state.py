@@ -110,6 +110,7 @@ class MeshState:
         self._report_handlers: dict[type, Callable[[int, Any, float], list[Effect]]] = {
             messages.HostReady: self.changes.host_ready,
             messages.HostFailed: self.changes.host_failed,
+            messages.FilesSynced: self.changes.files_synced,
             messages.HostHeartbeat: self._host_heartbeat,
             messages.RankExited: lambda host, report, now: self._ranks_exited((report,), now),
             messages.CallOutput: self._calls.output_received,
@@ -170,7 +171,7 @@ class MeshState:
         exits = self._ranks.exits_on_host(host, cause, self.machines.heals_when(host))
         effects = self._ranks_exited(exits, now)
         effects += [*self._calls.host_lost(host, reason, now), *self._monitoring.host_lost(host, now)]
-        effects += [*self._logs.host_lost(host), *self.changes.healing.host_failed(host, reason)]
+        effects += [*self._logs.host_lost(host), *self.changes.host_lost(host, reason)]
         return self._past_cells.keep(effects, now)
 
     def host_fell_silent(self, host: int, silent_s: float, lost_after_s: float, now: float) -> list[Effect]:
@@ -191,7 +192,7 @@ class MeshState:
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case "hosts":
-                effects = self.changes.healing.hosts_late(argument)
+                effects = self.changes.hosts_late(argument)
             case "preemption":
                 effects = self.changes.preemption.timer_fired(argument, now)
             case _:

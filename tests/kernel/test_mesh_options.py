@@ -59,5 +59,5 @@ def test_what_is_not_given_stays_as_the_old_mesh_has_it() -> None:
     assert options.spec_fields() == {"device": "cpu", "end_on_error": False}
     assert options.spec_fields(SPEC) == {
         "engine": "local", "on": "", "num_hosts": 1, "start_method": "fork", "device": "cpu", "end_on_error": False,
-        "process_group": True, "torch": True,
+        "process_group": True, "torch": True, "project": None,
     }  # fmt: skip

@@ -9,8 +9,8 @@ any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
 `monitoring` metrics and snapshots, `mesh_status` what subscribers get, `checkpoints`, `debugging`, `differences`,
-`exits`, `logs` and `preemption` all about these; `payloads`, `output` and `mesh` have what they are made of. This
-module says which role may send which message to which.
+`exits`, `logs`, `preemption` and `project` all about these; `payloads`, `output` and `mesh` have what they are made of.
+This module says which role may send which message to which.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshbook.wire.messages.monitoring import *
 from meshbook.wire.messages.output import *
 from meshbook.wire.messages.payloads import *
 from meshbook.wire.messages.preemption import *
+from meshbook.wire.messages.project import *
 from meshbook.wire.messages.reports import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
@@ -64,6 +65,7 @@ ClientCommand = (
     | HealMesh
     | PlanPreemption
     | ResizeMesh
+    | SyncProject
     | QueryStatus
     | QueryHosts
     | QueryLogs
@@ -90,6 +92,8 @@ HostCommand = (
     | BeginStaged
     | FetchChunk
     | BufferChunk
+    | SyncFiles
+    | FileParts
     | LeaveMesh
     | FindSharded
     | MoveShards
@@ -206,6 +210,8 @@ HostReport = (
     | ValuesArrived
     | FetchChunk
     | BufferChunk
+    | FetchFiles
+    | FilesSynced
     | HostHeartbeat
     | RankExited
     | CallOutput

@@ -7,6 +7,7 @@ from typing import Literal
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.mesh import MeshSpec
 from meshbook.wire.messages.payloads import Message, Payload
+from meshbook.wire.messages.project import ProjectFile
 
 # Which lines of several ranks become one: equal ones and those that differ in numbers, equal ones only, or none.
 Folding = Literal["numbers", "equal", "off"]
@@ -27,6 +28,7 @@ class Hello(Message):
 class StartMesh(Message):
     call: CallId
     spec: MeshSpec
+    files: tuple[ProjectFile, ...] = ()  # of the spec's project
 
 
 class RunCell(Message):

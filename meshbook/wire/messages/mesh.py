@@ -9,6 +9,14 @@ from msgspec import Struct
 from meshbook.ids import CallId, Ranks
 
 
+class ProjectSpec(Struct, frozen=True, gc=False):
+    """The project folder that goes to a mesh's machines."""
+
+    root: str  # absolute, on the notebook's machine
+    named: tuple[str, ...] = ()  # files and folders in it that go along although git ignores them
+    uv: str | None = None  # the folder in it with uv.lock, in which hosts run `uv sync --frozen`; None: no uv
+
+
 class MeshSpec(Struct, frozen=True, gc=False):
     """The requested configuration of a mesh."""
 
@@ -29,6 +37,7 @@ class MeshSpec(Struct, frozen=True, gc=False):
     end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
     log_bytes: int = 256 << 20  # of output that each host keeps on its disk
     lost_after_s: float = 15.0  # without a word, ranks on another machine than the supervisor's
+    project: ProjectSpec | None = None  # whose files ranks on other machines have; None: they have their own
 
 
 class GpuFacts(Struct, frozen=True, gc=False):

@@ -13,6 +13,7 @@ from meshbook.wire.messages.checkpoints import SavedFolder
 from meshbook.wire.messages.mesh import HostInfo, MachineFacts, MeshInfo
 from meshbook.wire.messages.output import FoldedItem, Outcome, OutcomeGroup, OutputItem
 from meshbook.wire.messages.payloads import Message
+from meshbook.wire.messages.project import HostFiles
 
 
 class RankReady(Message):
@@ -200,6 +201,7 @@ class CommandReply(Message):
     open_calls: tuple[OpenCall, ...] = ()
     hosts: tuple[HostInfo, ...] = ()
     output: NewOutput | None = None
+    synced: tuple[HostFiles, ...] = ()  # of `SyncProject`, by host
 
 
 class Refused(Message):
