@@ -15,7 +15,7 @@ from meshbook.wire.messages import HostFiles, ProjectFile
 # A look at the folder takes 8 ms for 1,000 files. Before a cell it is left out for this many times as long as the last
 # one took, so that looks take at most 2 % of the time, but for no longer than changes may take to be everywhere.
 _PAUSE_FACTOR = 50
-_MAX_PAUSE_S = 0.5
+_MAX_PAUSE_S = 1.0
 _MAX_LEFT_OUT = 5  # paths that are shown
 
 

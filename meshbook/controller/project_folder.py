@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ _READ_BYTES = 1 << 20
 # A file that was changed so shortly before it was read may be changed again without another time: file systems count
 # in steps of up to 2 s (FAT), Linux's own in 4 ms.
 _STEP_S = 2.0
+
+_Listed = tuple[str, os.stat_result]  # a path in the project
 
 
 def find_project(named: Sequence[str] = (), *, uv: bool = False) -> ProjectSpec:
@@ -67,6 +69,7 @@ class _Seen:
 
     key: tuple[int, int, int, int]  # inode, bytes, time of change in ns, mode
     file: ProjectFile
+    problem: str  # why it does not travel; "": it does
     is_fresh: bool  # it was changed shortly before, so what was read may be old
 
 
@@ -88,29 +91,18 @@ class ProjectFolder:
         Raises:
             SyncError: they are too many or too large; git fails; or a file cannot be read.
         """
-        self.left_out = {}
         root, found = self.spec.root, dict[str, os.stat_result]()
-        for path in (*_list_files(root), *self._iter_named()):
-            try:
-                status = os.lstat(os.path.join(root, path))
-            except OSError:  # git knows it still, or it is gone since
-                continue
-            if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                found[path] = status
+        for path, status in (*_list_files(root), *self._iter_named()):
+            found[path] = status
             if len(found) > MAX_FILES:
                 raise SyncError(
                     f"{root} has more than {MAX_FILES:,} files, and at most {MAX_FILES:,} travel; "
                     f"{_how_to_exclude(root)}"
                 )
         check_size(root, {path: status.st_size for path, status in found.items()})
-        self._seen = {path: self._look(path, status) for path, status in found.items()}
-        files = []
-        for path, seen in sorted(self._seen.items()):
-            if problem := problem_of(seen.file) or _problem_of_name(path):
-                self.left_out[path] = problem
-            else:
-                files.append(seen.file)
-        return tuple(files)
+        self._seen = {path: self._look(path, status) for path, status in sorted(found.items())}
+        self.left_out = {path: seen.problem for path, seen in self._seen.items() if seen.problem}
+        return tuple(seen.file for seen in self._seen.values() if not seen.problem)
 
     def _look(self, path: str, status: os.stat_result) -> _Seen:
         key = status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode
@@ -118,7 +110,7 @@ class ProjectFolder:
         if seen is not None and seen.key == key and not seen.is_fresh:
             return seen
         is_fresh = clock.wall() - status.st_mtime < _STEP_S
-        place = os.path.join(self.spec.root, path)
+        place = f"{self.spec.root}/{path}"
         try:
             if stat.S_ISLNK(status.st_mode):
                 file = ProjectFile(path, link=os.readlink(place))
@@ -128,15 +120,14 @@ class ProjectFolder:
             raise SyncError(f"{place} cannot be read: {error.strerror}; change its mode, or leave it out") from error
         if seen is not None and seen.file == file:
             file = seen.file
-        return _Seen(key, file, is_fresh)
+        return _Seen(key, file, problem_of(file) or _problem_of_name(path), is_fresh)
 
-    def _iter_named(self) -> Iterator[str]:
+    def _iter_named(self) -> Iterator[_Listed]:
+        root = self.spec.root
         for name in self.spec.named:
-            place = os.path.join(self.spec.root, name)
-            if os.path.isdir(place) and not os.path.islink(place):
-                yield from _walk(self.spec.root, name, with_hidden=True)
-            else:
-                yield name
+            place = os.path.join(root, name)
+            is_folder = os.path.isdir(place) and not os.path.islink(place)
+            yield from _with_status(root, _walk(root, name, with_hidden=True) if is_folder else [name])
 
 
 def check_size(root: str, sizes: Mapping[str, int]) -> None:
@@ -214,22 +205,29 @@ def _repository_of(folder: Path) -> Path | None:
         raise
 
 
-def _list_files(root: str) -> Iterator[str]:
+def _list_files(root: str) -> Iterator[_Listed]:
     if not os.path.exists(os.path.join(root, ".git")):
-        yield from _walk(root, "", with_hidden=False)
+        yield from _with_status(root, _walk(root, "", with_hidden=False))
         return
     try:
         listed = _git(root, "ls-files", "-co", "--exclude-standard", "-z")
     except FileNotFoundError:
         raise SyncError(f"git is needed to list the files of {root}, and is not in PATH") from None
-    for path in dict.fromkeys(listed.split("\0")):
-        place = os.path.join(root, path)
-        if path and (path.endswith("/") or os.path.isdir(place)) and not os.path.islink(place):
-            inner = path.rstrip("/")  # a submodule, or another repository
-            if os.path.exists(os.path.join(root, inner, ".git")):
-                yield from (f"{inner}/{other}" for other in _list_files(os.path.join(root, inner)))
-        elif path:
-            yield path
+    yield from _with_status(root, dict.fromkeys(listed.split("\0")))
+
+
+def _with_status(root: str, paths: Iterable[str]) -> Iterator[_Listed]:
+    """Yield those paths that are files or links, and for a repository within (a submodule) its files."""
+    for path in paths:
+        try:
+            status = os.lstat(f"{root}/{path}")
+        except OSError:  # git knows it still, or it is gone since
+            continue
+        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            yield path, status
+        elif path and os.path.exists(f"{root}/{path}/.git"):
+            inner = path.rstrip("/")
+            yield from ((f"{inner}/{other}", found) for other, found in _list_files(f"{root}/{inner}"))
 
 
 def _walk(root: str, folder: str, *, with_hidden: bool) -> Iterator[str]:

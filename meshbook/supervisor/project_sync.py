@@ -56,7 +56,7 @@ class ProjectSync:
             text = "this mesh has no copies of the project; %mesh restart --sync gives them to its machines"
             return [SendToClient(client, messages.Refused(call=command.call, error="SyncError", text=text))]
         self._files = command.files
-        hosts = tuple(host for host in self._ranks.hosts if host not in self._machines.lost)
+        hosts = tuple(host for host in self._ranks.hosts if host not in self._machines.lost or host in self._held)
         self._open[command.call] = _Open(client, set(hosts))
         return [self._send(hosts, command.call)] if hosts else self._finish(command.call)
 

@@ -108,6 +108,9 @@ def test_a_machine_that_comes_back_gets_the_files_of_the_last_sync_before_its_ra
     assert [sent.files for sent in messages_of(back, messages.SyncFiles)] == [NEWER]
     assert messages_of(back, messages.StartRanks) == []
     assert messages_of(world.state.timer_fired("hosts 0", 90.0), messages.Refused) == []  # its uv may take long
+    assert [
+        sent.hosts for sent in steps_of(world.say(messages.SyncProject(CallId("sync-2"), FILES)), s.SendToHosts)
+    ] == [(0, 1)]
     assert [start.ranks for start in messages_of(synced(world, 1, "files-1"), messages.StartRanks)] == [(1,)]
 
 
