@@ -32,6 +32,7 @@ class ProjectSync:
         self._ranks, self._machines, self._startup = ranks, machines, startup
         self._files: tuple[ProjectFile, ...] | None = None  # None: those of the start
         self._held: dict[int, messages.HostReady] = {}  # hosts that have yet to get the files before their ranks start
+        self._is_described = False  # the client has been sent what its start waits for
         self._open: dict[CallId, _Open] = {}
 
     @property
@@ -44,10 +45,13 @@ class ProjectSync:
         spec = self._startup.spec
         if spec is None or spec.project is None or report.facts is None:
             return []
-        is_first = not self._held
+        queued: list[Effect] = []
+        if not self._held:
+            later = f"{self._machines.name(host) or report.hostname} gets the project too"
+            queued = self._startup.queued(later if self._is_described else self._describe())
+            self._is_described = True
         self._held[host] = report
-        sent = self._send((host,), CallId(f"files-{host}"))
-        return [*(self._startup.queued(self._describe()) if is_first else []), sent]
+        return [*queued, self._send((host,), CallId(f"files-{host}"))]
 
     def begin(self, client: str, command: messages.SyncProject) -> list[Effect]:
         """Bring files to all hosts that are there. The reply comes when all have them, or have failed or are lost."""

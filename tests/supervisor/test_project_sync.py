@@ -64,6 +64,14 @@ def test_ranks_start_when_their_machine_has_the_files_and_the_wait_counts_as_a_q
     assert [start.ranks for start in messages_of(last, messages.StartRanks)] == [(0,), (1,)]
 
 
+def test_a_machine_that_comes_when_the_first_has_the_files_is_waited_for_too() -> None:
+    world = starting()
+    ready(world, 0)
+    assert [queued.state for queued in messages_of(synced(world, 0, "files-0"), messages.MeshQueued)] == [""]
+    assert [queued.state for queued in messages_of(ready(world, 1), messages.MeshQueued)] == ["n2 gets the project too"]
+    assert messages_of(synced(world, 1, "files-1"), messages.StartRanks)
+
+
 def test_a_machine_that_cannot_have_the_files_ends_the_start_with_its_name() -> None:
     world = starting()
     ready(world, 0)
