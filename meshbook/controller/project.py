@@ -12,8 +12,8 @@ from meshbook.errors import SyncError
 from meshbook.wire import messages
 from meshbook.wire.messages import HostFiles, ProjectFile
 
-# A look at the folder takes 8 ms for 1,000 files. Before a cell it is left out for this many times as long as the last
-# one took, so that looks take at most 2 % of the time, but for no longer than changes may take to be everywhere.
+# A look takes 10 ms for 1,000 files (git 5, lstat 4; at a load of 11, 20 to 40). Before a cell it is left out for this
+# many times as long as the last one took, so that looks take 2 % of the time, but for no longer than changes may take.
 _PAUSE_FACTOR = 50
 _MAX_PAUSE_S = 1.0
 _MAX_LEFT_OUT = 5  # paths that are shown
