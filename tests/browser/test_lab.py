@@ -30,27 +30,12 @@ CONTRAST = """label => {
 }"""
 
 
-def test_values_are_shown_by_rank_and_once_where_they_agree(notebook: LabNotebook) -> None:
-    assert notebook.run("rank * 10").result.inner_text() == "[0] 0\n[1] 10"
-    assert notebook.run("world_size").result.inner_text() == "2"
-
-
 def test_the_rank_before_a_value_can_be_read_in_light_and_in_dark(notebook: LabNotebook) -> None:
     label = notebook.run("rank").result.locator("span").first
     expect(label).to_have_text("[0]")
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         notebook.use_theme(theme)
         assert 4 < label.evaluate(CONTRAST) < 10, f"{theme}: neither lost nor as loud as the value"
-
-
-def test_output_is_shown_while_the_cell_runs(notebook: LabNotebook, gate: Path) -> None:
-    say = "if rank == 0: print"
-    cell = notebook.start(f"{say}('first of', world_size)\nwait_for({str(gate)!r})\n{say}('last')")
-    expect(cell.output).to_have_text("[0] first of 2")
-    expect(cell.prompt).to_have_text(RUNS)
-    gate.touch()
-    expect(cell.prompt).to_have_text(ENDED)
-    expect(cell.output).to_have_text(re.compile("first of 2\\s+\\[0\\] last"))
 
 
 def test_a_progress_bar_of_all_ranks_is_one_and_moves_in_its_place(notebook: LabNotebook, gate: Path) -> None:
@@ -83,15 +68,6 @@ def test_an_error_of_one_rank_is_an_error_of_the_cell_and_what_was_to_run_after_
     expect(first.prompt).to_have_text(ENDED)
     expect(after.prompt).to_have_text(NOT_RUN)
     assert notebook.run("ran_by_test").result.inner_text() == "'before'"
-
-
-def test_a_figure_drawn_on_a_rank_arrives(notebook: LabNotebook) -> None:
-    cell = notebook.run(
-        "%%mesh --ranks 1\nimport matplotlib.pyplot as plt\nplt.figure(figsize=(2, 1))\nplt.plot([0, 1])\nplt.show()"
-    )
-    images = cell.output.locator("img")
-    expect(images).to_have_count(1)
-    assert images.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
 
 
 def test_the_stop_button_ends_a_stuck_collective_and_the_next_cell_works(notebook: LabNotebook) -> None:

@@ -18,7 +18,8 @@ from tests.cli.commands import meshbook
 pytestmark = pytest.mark.usefixtures("starts_kernels")
 
 
-def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None:
+def test_install_writes_the_absolute_path_of_this_python_and_what_starts_from_any_folder(tmp_path: Path) -> None:
+    """Even where the package is only on the path of the one who installed it."""
     done = meshbook("install", "--prefix", str(tmp_path))
     folder = tmp_path / "share" / "jupyter" / "kernels" / "meshbook"
     assert (done.status, done.out) == (0, f"the kernel Meshbook is in {folder}\n")
@@ -31,17 +32,10 @@ def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None
         "logo-64x64.png",
         "logo-svg.svg",
     ]
-
-
-def test_what_was_installed_starts_from_any_folder(tmp_path: Path) -> None:
-    """Even where the package is only on the path of the one who installed it."""
-    meshbook("install", "--prefix", str(tmp_path))
-    spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "meshbook" / "kernel.json").read_text())
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= spec.get("env", {})
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | spec.get("env", {})
     command = [*spec["argv"][:3], "--help"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
+    started = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert started.returncode == 0, started.stderr
 
 
 def test_install_for_the_user_is_found_by_jupyter(tmp_path: Path) -> None:

@@ -36,20 +36,16 @@ def talk(*words: str, lines: list[str]) -> CommandResult:
 
 
 def test_cells_run_on_every_rank_and_nothing_is_left(run: object) -> None:
-    done = talk("repl", "-n", "2", lines=["print('rank', rank)", "rank * 10", "1 / rank", "rank + 1"])
+    cells = ["print('rank', rank)", "rank * 10", "1 / rank", "rank + 1", "%mesh status"]
+    done = talk("repl", "--axes", "dp=2,tp=1", "--name", "named", lines=cells)
     assert done.status == 0
-    assert "with 2 ranks is ready" in done.out
+    assert "Mesh named with 2 ranks (dp=2, tp=1) is ready" in done.out
+    assert "Mesh named: 2 ranks (dp=2, tp=1), process group ready" in done.out
     assert shows(done.out, "rank 0…1\n", "[0] rank 0\n", "[1] rank 1\n")
     assert re.search(r"Out\[2\]: \n\[0\] 0\n\[1\] 10\n", done.out)
     assert "rank 0: ZeroDivisionError: division by zero" in done.err
     assert re.search(r"Out\[4\]: \n\[0\] 1\n\[1\] 2\n", done.out)
     assert meshbook("list").out == "no mesh is running\n"
-
-
-def test_axes_and_a_name_may_be_given(run: object) -> None:
-    done = talk("repl", "--axes", "dp=2,tp=1", "--name", "named", lines=["%mesh status"])
-    assert "Mesh named with 2 ranks (dp=2, tp=1) is ready" in done.out
-    assert "Mesh named: 2 ranks (dp=2, tp=1), process group ready" in done.out
 
 
 def test_it_works_where_jupyter_does_not_know_the_kernel(run: object, tmp_path: Path) -> None:
@@ -58,9 +54,12 @@ def test_it_works_where_jupyter_does_not_know_the_kernel(run: object, tmp_path: 
     assert "Out[1]: 1" in strip_ansi(done.out), done.err
 
 
-def test_a_progress_bar_shows_its_last_state(run: object) -> None:
+def test_a_progress_bar_shows_its_last_state_and_a_question_of_a_rank_is_put_to_the_user(run: object) -> None:
     line = "for i in range(300): print(f'\\rstep {i}', end='')\n"
-    done = talk("repl", "-n", "1", lines=[line, "print('behind')"])
+    question = ["name = input('who? ')", "Ada", "print('hello', name)"]
+    done = talk("repl", "-n", "1", lines=[line, "print('behind')", *question])
+    assert "[rank 0] who?" in done.out
+    assert "hello Ada" in done.out
     assert "step 299\n" in done.out
     assert done.out.index("step 299") < done.out.index("behind")
 
@@ -94,12 +93,6 @@ def test_attach_says_which_cell_went_on_without_its_program_and_shows_its_output
             done.out,
         )
         assert "[1] alone\n" in done.out
-
-
-def test_a_question_of_a_rank_is_put_to_the_user(run: object) -> None:
-    done = talk("repl", "-n", "1", lines=["name = input('who? ')", "Ada", "print('hello', name)"])
-    assert "[rank 0] who?" in done.out
-    assert "hello Ada" in done.out
 
 
 @contextmanager

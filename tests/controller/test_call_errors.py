@@ -49,6 +49,7 @@ def test_ranks_that_were_lost_alike_are_one_clause() -> None:
         ([((0, 1), STOPPED)], CellInterrupted, "the cell was stopped on ranks 0-1"),
         ([((0,), OK), ((1,), STOPPED)], CellInterrupted, "the cell was stopped on rank 1; rank 0 had ended already"),
         ([((0,), RAISED), ((1,), STOPPED)], CellError, "rank 0: ValueError: bad; rank 1: KeyboardInterrupt"),
+        ([((0,), STOPPED), ((1,), RAISED)], CellError, "rank 1: ValueError: bad; rank 0: KeyboardInterrupt"),
         ([((0,), OK), ((1,), SKIPPED)], CellError, "rank 1 did not answer"),
     ],
 )
@@ -124,8 +125,8 @@ def test_ranks_that_were_lost_before_the_call_are_told_without_an_exit(outcome: 
     assert (str(error), error.pid, error.signal) == (text, None, None)
 
 
-def test_a_rendered_error_has_the_ranks_tracebacks_as_a_note_once() -> None:
-    error = error_from(finished(((0,), RAISED)))
+def test_a_rendered_error_has_the_tracebacks_of_ranks_that_raised_as_a_note_once() -> None:
+    error = error_from(finished(((0,), STOPPED), ((1,), RAISED)))
     assert error is not None
     assert render_error(render_error(error)) is error
-    assert [note.splitlines()[-1] for note in error.__notes__] == ["ValueError: bad"]
+    assert error.__notes__ == ["rank 1: ValueError: bad\nValueError: bad\n\nrank 0: KeyboardInterrupt"]

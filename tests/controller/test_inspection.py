@@ -24,7 +24,6 @@ from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
-from meshbook.wire.process_control import is_stopped
 from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -35,15 +34,10 @@ HANG = "if rank != 1:\n    dist.all_reduce(torch.ones(2))\nelse:\n    __import__
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Mesh]:
-    before = os.environ.get("MESHBOOK_STALL_S")
-    os.environ["MESHBOOK_STALL_S"] = "2"  # the supervisor's own patience, so that a test need not have so much
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHBOOK_STALL_S", "2")  # the supervisor's own patience, so that a test need not have so much
         with create_mesh({"dp": 3}) as mesh:
             yield mesh
-    finally:
-        os.environ.pop("MESHBOOK_STALL_S")
-        if before is not None:
-            os.environ["MESHBOOK_STALL_S"] = before
 
 
 @pytest.fixture
@@ -121,20 +115,6 @@ def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh)
         assert "cell 7, line 4" in str(items)
         assert isinstance(items[0].item, messages.Notice)
     assert len(hanging.said) == 1
-
-
-def test_a_rank_that_is_stopped_is_named_and_its_stack_is_still_to_be_had(trio: Mesh) -> None:
-    with Hanging(trio):
-        pid = trio.status().ranks[2].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            when(lambda: is_stopped(pid))
-            why, stacks = trio.why(), trio.stacks()
-        finally:
-            os.kill(pid, signal.SIGCONT)
-    assert ("stopped", (2,)) in [(found.kind, found.ranks) for found in why.findings]
-    assert stacks[2] or "py-spy" in stacks.problems[2]
 
 
 def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(trio: Mesh) -> None:

@@ -14,11 +14,12 @@ from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import FORK_SERVER_VARIABLE, launch_supervisor
 from meshbook.controller.session import Session
 from meshbook.controller.starting import attach, create_mesh
-from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
+from meshbook.errors import NotAttached, StartError
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshInfo
 from tests.budget import WAIT_S, when
 from tests.ptrace import ptrace_stopped
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -50,23 +51,18 @@ def test_what_ranks_print_as_they_end_is_shown(num_hosts: int, capsys: pytest.Ca
     assert "goodbye from 1" in said
 
 
-def test_stopping_twice_does_no_harm() -> None:
+def test_a_with_block_stops_its_mesh_also_after_an_error_and_stopping_it_again_does_no_harm() -> None:
     mesh = create_mesh(1)
-    mesh.stop()
+    with pytest.raises(KeyError), mesh:
+        raise KeyError
+    when(lambda: not psutil.pid_exists(mesh.session.info.supervisor_pid))
     mesh.stop()
     with pytest.raises(NotAttached, match="is no more"):
         mesh.run("1")
 
 
-def test_a_mesh_is_stopped_at_the_end_of_its_with_block_also_after_an_error() -> None:
-    mesh = create_mesh(1)
-    with pytest.raises(KeyError), mesh:
-        raise KeyError
-    when(lambda: not psutil.pid_exists(mesh.session.info.supervisor_pid))
-
-
 def run_script(source: str) -> str:
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = run_python(source)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -98,23 +94,6 @@ def test_a_mesh_survives_the_death_of_its_client_and_ends_when_nobody_comes() ->
     mesh.detach(orphan_ttl_s=0.2)
     when(lambda: not psutil.pid_exists(pid))
     assert all(connection.name != "orphan" for connection in keys.list_connections())
-
-
-def test_what_a_dead_clients_cell_does_goes_on_and_the_next_client_is_told() -> None:
-    source = (
-        "import meshbook, os\nm = meshbook.create_mesh(1, name='busy')\n"
-        "f = m.run('import time\\nprint(1)\\ntime.sleep(1000)', wait=False)\n"
-        "while m.status().ranks[0].state != 'busy': pass\nos.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", source], timeout=WAIT_S, check=False)
-    mesh = attach("busy")
-    try:
-        (running,) = mesh.session.connection.welcome.open_calls
-        assert running.ranks == (0,)
-        mesh.interrupt()
-        assert mesh.run("2").values.same() == 2
-    finally:
-        mesh.stop()
 
 
 def test_two_clients_see_one_mesh() -> None:
@@ -157,18 +136,6 @@ def test_two_meshes_of_one_process_are_strangers() -> None:
         right.push(x="right")
         assert (left.pull("x")[0], right.pull("x")[1]) == ("left", "right")
         assert {"left", "right"} <= {connection.name for connection in keys.list_connections()}
-
-
-def test_a_name_in_use_is_refused_and_the_mesh_that_has_it_lives_on() -> None:
-    with create_mesh(1, name="taken") as mesh:
-        with pytest.raises(MeshInUse, match="taken"):
-            create_mesh(1, name="taken")
-        assert mesh.run("1").values.same() == 1
-
-
-def test_attaching_to_a_name_that_is_not_there_lists_those_that_are() -> None:
-    with create_mesh(1, name="there"), pytest.raises(MeshNameError, match="there"):
-        attach("elsewhere")
 
 
 def test_a_mesh_that_cannot_be_asked_is_listed_with_the_reason_and_the_others_as_they_are(

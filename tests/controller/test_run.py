@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
+from meshbook.errors import CellError, CellInterrupted, MeshTimeout, TransferError
 from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 
@@ -33,15 +33,6 @@ def test_what_the_ranks_start_with(mesh: Mesh) -> None:
     assert mesh.run(source).values[3] == (3, 3, 4, "cpu", ("dp", "tp"), (2, 2), "gloo")
 
 
-def test_names_stay_from_cell_to_cell(mesh: Mesh) -> None:
-    mesh.run("kept = rank + 1")
-    assert dict(mesh.run("kept * 2").values) == {0: 2, 1: 4, 2: 6, 3: 8}
-
-
-def test_the_process_group_is_up_when_the_first_cell_runs(mesh: Mesh) -> None:
-    assert mesh.run("t = torch.ones(1) * rank; dist.all_reduce(t); t.item()").values.same() == 6.0
-
-
 def test_a_cell_on_some_ranks_leaves_the_others_alone(mesh: Mesh) -> None:
     mesh.run("where = 'nowhere'")
     mesh.run("where = 'here'", ranks="1,3")
@@ -53,75 +44,9 @@ def test_ranks_can_be_chosen_by_axis(mesh: Mesh) -> None:
     assert list(mesh.slice(tp=0).run("rank").values) == [0, 2]
 
 
-def test_a_rank_that_is_not_there_is_refused_before_anything_runs(mesh: Mesh) -> None:
-    with pytest.raises(MeshShapeError, match="rank 9"):
-        mesh.run("x = 1", ranks=[0, 9])
-
-
 def test_output_of_equal_lines_is_shown_once(mesh: Mesh) -> None:
     # once: a line waits for other ranks for a tenth of a second, and one of them may be later on a busy machine
     when(lambda: mesh.run("print('step 1')", echo=False).output == "step 1\n")
-
-
-def test_output_keeps_the_order_of_python_and_c(mesh: Mesh) -> None:
-    source = "import os\nprint('one')\nos.write(1, b'two\\n')\nprint('three')\nNone"
-    assert mesh.run(source, ranks=2, echo=False).output == "one\ntwo\nthree\n"
-
-
-def test_a_childs_output_is_the_cells(mesh: Mesh) -> None:
-    assert "from a child" in mesh.run("!echo from a child", echo=False).output
-
-
-def test_output_comes_while_the_cell_runs(mesh: Mesh, gate: Gate) -> None:
-    seen = threading.Event()
-    command = mesh.session.cell_command(f"print('early', flush=True)\n{gate.wait}", (0,))
-    future = mesh.session.request(command, on_output=lambda items: seen.set())
-    assert seen.wait(WAIT_S)
-    assert not future.done()
-    gate.open()
-    future.result(WAIT_S)
-
-
-def test_one_failure_on_all_ranks_is_told_once(mesh: Mesh) -> None:
-    with pytest.raises(CellError) as raised:
-        mesh.run("1 / 0")
-    (failure,) = raised.value.failures
-    assert (failure.ranks, failure.ename) == ((0, 1, 2, 3), "ZeroDivisionError")
-
-
-def test_a_failure_on_one_rank_names_it_and_those_that_succeeded(mesh: Mesh) -> None:
-    with pytest.raises(CellError) as raised:
-        mesh.run("if rank == 2:\n    raise KeyError('x')")
-    assert raised.value.failures[0].ranks == (2,)
-    assert raised.value.succeeded == (0, 1, 3)
-
-
-def test_a_failure_shows_the_line_of_the_cell_it_happened_at(mesh: Mesh) -> None:
-    with pytest.raises(CellError) as raised:
-        mesh.run("a = 1\nb = a / 0\n")
-    assert "b = a / 0" in "".join(raised.value.__notes__)
-
-
-def test_different_failures_are_told_apart(mesh: Mesh) -> None:
-    with pytest.raises(CellError) as raised:
-        mesh.run("{}['x'] if rank < 2 else 1 / 0")
-    assert {failure.ename: failure.ranks for failure in raised.value.failures} == {
-        "KeyError": (0, 1),
-        "ZeroDivisionError": (2, 3),
-    }
-
-
-def test_a_syntax_error_is_an_error_of_the_cell(mesh: Mesh) -> None:
-    with pytest.raises(CellError) as raised:
-        mesh.run("x = = 1")
-    assert raised.value.failures[0].ename == "SyntaxError"
-
-
-def test_a_rank_goes_on_after_its_errors(mesh: Mesh) -> None:
-    for _ in range(3):
-        with pytest.raises(CellError):
-            mesh.run("raise RuntimeError('again')")
-    assert mesh.run("1").values.same() == 1
 
 
 def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, gate: Gate) -> None:
@@ -157,11 +82,6 @@ def test_a_future_can_be_awaited(mesh: Mesh) -> None:
         return int((await mesh.run("41 + 1", wait=False)).values.same())
 
     assert asyncio.run(wait()) == 42
-
-
-def test_a_futures_error_is_the_cells(mesh: Mesh) -> None:
-    future = mesh.run("1 / 0", wait=False)
-    assert isinstance(future.exception(WAIT_S), CellError)
 
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_says_so(mesh: Mesh) -> None:

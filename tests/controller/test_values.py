@@ -146,16 +146,6 @@ def test_binding_a_handle_to_a_name_binds_the_ranks_own_object(mesh: Mesh) -> No
     assert mesh.run("copy is source").values.same() is True
 
 
-def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, gate: Gate) -> None:
-    mesh.run("progress = 'under way'")
-    future = mesh.run(gate.wait, wait=False)
-    try:
-        assert "under way" in repr(mesh["progress"])
-    finally:
-        gate.open()
-        future.result(WAIT_S)
-
-
 def test_a_handle_is_not_pickled(mesh: Mesh) -> None:
     import pickle
 
@@ -168,6 +158,8 @@ def test_a_name_that_no_rank_has_is_an_error_that_lists_those_there_are(mesh: Me
     mesh.run("here = 1")
     with pytest.raises(MeshNameError, match=r"no_such_name.*names there: .*here"):
         mesh["no_such_name"]
+    with pytest.raises(MeshNameError, match=r"no_such_name.*names there: .*here"):
+        mesh.pull("no_such_name.attribute")
 
 
 def test_a_name_that_a_cell_is_about_to_bind_is_pulled_when_it_has(mesh: Mesh, gate: Gate) -> None:
@@ -193,12 +185,6 @@ def test_stop_ends_a_pull_and_says_so_not_that_there_is_no_such_name(mesh: Mesh,
         mesh.pull("not_yet")
     gate.open()
     binding.result(WAIT_S)
-
-
-def test_pull_of_a_name_that_no_rank_has_lists_those_there_are(mesh: Mesh) -> None:
-    mesh.run("here = 1")
-    with pytest.raises(MeshNameError, match=r"no_such_name.*names there: .*here"):
-        mesh.pull("no_such_name.attribute")
 
 
 def test_pull_of_a_name_that_a_rank_lacks_names_the_rank(mesh: Mesh) -> None:

@@ -111,6 +111,15 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, mon
     assert reported == ["a-1", "a-2"]
 
 
+def test_a_call_that_is_not_waited_for_any_longer_ends_with_what_its_ranks_have_come_to(bench: Bench) -> None:
+    for command in (messages.RunCell(call="a-1", ranks=(0, 1), source="x"), messages.EndCall(call="a-1")):  # type: ignore[arg-type]
+        bench.agent.handle(command, codec.encode_body(command))
+        if (pending := bench.agent.ledger.calls.get("a-1")) is not None:
+            pending.record(0, messages.Outcome(status="ok"))
+    (finished,) = [report for report in bench.reports if isinstance(report, messages.CallFinished)]
+    assert {part.ranks: part.outcome.status for part in finished.outcomes} == {(0,): "ok", (1,): "skipped"}
+
+
 def test_a_rank_that_is_killed_before_its_process_has_started_ends_as_soon_as_that_has(bench: Bench) -> None:
     kill = messages.KillRanks(call="k-1", ranks=(0,))  # type: ignore[arg-type]
     bench.agent.handle(kill, codec.encode_body(kill))

@@ -92,36 +92,6 @@ def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: Host
     assert reported.last_status == "interrupted"
 
 
-def test_a_rank_that_raised_tells_what_and_where(ranks: HostDriver) -> None:
-    ranks.run("def f():\n    raise ValueError('no \\udcff')\nf() if rank == 1 else None")
-    reported = ranks.take_snapshots_until(lambda reported: say(reported, 0, 1))
-    assert (reported[1].last_status, reported[1].cell_line) == ("error", 2)
-    assert (reported[1].last_error or "").startswith("ValueError: no ")
-    assert (reported[0].last_status, reported[0].last_error) == ("ok", None)
-
-
-def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: HostDriver) -> None:
-    call = ranks.start_cell_and_wait("import time\ndist.all_reduce(torch.ones(3, 4)) if rank else time.sleep(1000)")
-    reported = ranks.take_snapshots_until(
-        lambda reported: say(reported, *ranks.ranks) and all(open_collectives(reported[rank]) for rank in (1, 2))
-    )
-    for rank in (1, 2):
-        seen = reported[rank].collectives[-1]
-        assert (seen.op, seen.group_ranks, seen.shapes, seen.dtype) == ("all_reduce", (0, 1, 2), ((3, 4),), "float32")
-        assert (seen.ended_s_ago, seen.frame.line if seen.frame else None) == (None, 3)
-        assert seen.frame is not None
-        assert seen.frame.file == reported[rank].file
-    assert all(seen.ended_s_ago is not None for seen in reported[0].collectives)
-    ranks.interrupt(call)
-    ranks.form_groups()
-
-
-def test_a_cell_that_awaits_is_told_where(ranks: HostDriver) -> None:
-    call = ranks.start_cell_and_wait("import asyncio\nasync def f():\n    await asyncio.sleep(1000)\nawait f()")
-    ranks.take_snapshots_until(are_at(("<module>", 5), ("f", 4)))
-    ranks.interrupt(call)
-
-
 def test_a_rank_that_asks_for_input_says_so(ranks: HostDriver) -> None:
     call = ranks.start_cell("input('why? ') if rank == 1 else None", allow_input=True)
     ranks.wait_for(messages.InputRequest, call)
@@ -171,10 +141,6 @@ def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: HostDriver) 
     ranks.interrupt(call)
     lag = [beat.gil_lag_s for beat in _beats(ranks, 1)]
     assert max(lag) > 1.0
-
-
-def open_collectives(reported: RankSnapshot) -> bool:
-    return bool(reported.collectives) and reported.collectives[-1].ended_s_ago is None
 
 
 def has_told_of_a_collective(ranks: HostDriver, rank: int) -> bool:
@@ -271,23 +237,6 @@ def test_hundreds_of_looks_at_once_are_all_answered(ranks: HostDriver) -> None:
     for one in calls:
         assert len(ranks.wait_for(messages.SnapshotReply, one).snapshots) == 3
     ranks.interrupt(call)
-
-
-def test_what_was_logged_comes_with_the_hosts_beat(ranks: HostDriver) -> None:
-    ranks.run("import meshbook\nfor step in range(5): meshbook.log(loss=torch.tensor(step / 2), step=10 + step)")
-
-    def reported() -> list[tuple[int, float]]:
-        return [
-            (scalar.step, scalar.value)
-            for report in ranks.reports
-            if isinstance(report, messages.HostHeartbeat)
-            for measured in report.metrics
-            if measured.rank == 0
-            for scalar in measured.scalars
-        ]
-
-    ranks.wait_until(lambda: len(reported()) >= 5)
-    assert reported() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
 
 
 @pytest.mark.usefixtures("starts_processes")

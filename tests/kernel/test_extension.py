@@ -56,14 +56,6 @@ def test_output_of_a_cell_magic_arrives_while_it_runs(front: FrontEnd) -> None:
     assert front.run("%%mesh\nrank").result == "[0] 0\n[1] 1"
 
 
-def test_an_error_on_a_rank_is_an_error_of_the_cell(front: FrontEnd) -> None:
-    cell = front.run("%%mesh\n1 / rank")
-    assert cell.status == "error"
-    assert cell.reply["ename"] == "ZeroDivisionError"
-    assert "rank 0:" in cell.traceback
-    assert "rank 1 ran to its end" in cell.traceback
-
-
 def test_a_handle_works_in_local_code(front: FrontEnd) -> None:
     front.run("%%mesh\nclass Box:\n    def __init__(self, side): self.side = side\nbox = Box(3)")
     assert front.run("int(box.side) + 1").result == "4"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,32 +171,3 @@ def test_a_mesh_is_resized_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -
     front.run("%%mesh --bg\nprint('busy', flush=True)\ntime.sleep(60)")
     assert "runs on rank 0; wait for it, or press Stop" in front.run("%mesh resize 2").reply["evalue"]
     front.run("%mesh interrupt")
-
-
-def test_healing_while_a_cell_runs_in_the_background_is_refused_with_its_name(front: FrontEnd) -> None:
-    front.run("%%mesh --bg --ranks 0\nprint('busy', flush=True)\ntime.sleep(60)")
-    os.kill(front.pids()["rank 1"], signal.SIGKILL)
-    when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of it")
-    refused = front.run("%mesh heal")
-    assert refused.reply["ename"] == "HealError"
-    assert "runs on rank 0; wait for it, or press Stop (%mesh interrupt), then heal" in refused.reply["evalue"]
-    front.run("%mesh interrupt 0")
-    when(lambda: front.run("%mesh heal").status == "ok", "the end of the cell")
-    assert front.run("rank").status == "ok"
-
-
-def test_stop_ends_a_setup_cell_that_never_ends_while_the_mesh_is_healed(front: FrontEnd, tmp_path: Path) -> None:
-    second, reached = tmp_path / "second time", tmp_path / "reached"
-    waiting = f"open({str(reached)!r}, 'w').close()\n    time.sleep(1000)"
-    front.run(f"%%mesh --setup\nif os.path.exists({str(second)!r}):\n    {waiting}")
-    second.touch()
-    os.kill(front.pids()["rank 1"], signal.SIGKILL)
-    when(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), "the news of it")
-    healing = front.send("%mesh heal")
-    when(reached.exists, "the setup cell on the new rank")
-    front.interrupt()
-    front.wait(healing)
-    assert healing.reply["ename"] == "CellInterrupted"
-    completed = r"the heal was stopped, and was completed all the same:\nrank 1 is back(.|\n)* were not replayed"
-    assert re.match(rf"{completed}|the heal was stopped here, and goes on", healing.reply["evalue"])
-    assert front.run("rank").status == "ok"

@@ -80,25 +80,6 @@ def test_a_restarted_kernel_is_back_on_its_mesh() -> None:
         when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
-def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs() -> None:
-    with kernel() as front:
-        front.run("import time\nx = rank")
-        pids = front.pids()
-        running = front.send("print('at it', flush=True)\ntime.sleep(60)")
-        front.wait_until_shown(running, lambda cell: "at it" in cell.stdout)
-        os.kill(front.pid, signal.SIGKILL)
-        front.manager.restart_kernel(now=True)
-        front = again(front)
-        cell = front.run("%mesh interrupt")
-        assert "still runs on ranks 0-1" in cell.notes
-        assert "%mesh interrupt stops it" in cell.notes
-        assert front.run("x").result == "[0] 0\n[1] 1"
-        assert front.pids() == pids
-        front.close()
-        front.manager.shutdown_kernel()
-        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
-
-
 def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_have_it() -> None:
     with kernel() as front:
         front.run("%mesh start -n 2 --name kept-by-test --keep\nx = rank")
@@ -213,21 +194,6 @@ def test_a_warm_supervisor_whose_kernel_crashed_ends_soon() -> None:
         when(lambda: folders() == [], "its end", within_s=EMPTY_TTL_S + 60)
 
 
-def test_two_meshes_live_in_one_notebook() -> None:
-    with kernel() as front:
-        front.run("x = 'first'")
-        first = front.value("get_ipython().meshbook.mesh.name")
-        assert front.run("%mesh start -n 3").reply["ename"] == "MeshInUse"
-        front.run("%mesh start -n 1 --name second-by-test\ny = 'second'")
-        assert front.run("world_size").result == "1"
-        assert front.run(f"%%mesh -m {first}\nx, world_size").result == "('first', 2)"
-        assert "x" not in front.value("dir()")
-        front.run(f"%mesh use {first}")
-        assert front.run("%%controller\nx").result == "'first'"
-        front.run("%mesh stop")
-        assert front.run("y").result == "'second'"
-
-
 @pytest.mark.thorough
 def test_what_was_set_in_the_environment_since_the_kernel_began_reaches_the_ranks() -> None:
     with kernel() as front:
@@ -249,17 +215,6 @@ def test_settings_that_cannot_be_read_are_told_of_by_the_first_cell_and_the_kern
         assert cell.reply["ename"] == "UsageError"
         assert "MESHBOOK_RANKS='many' is not a number of ranks" in cell.traceback
         assert front.run("%%controller\n1 + 1").result == "2"
-
-
-@pytest.mark.thorough
-def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(tmp_path: Path) -> None:
-    (tmp_path / "meshbook").mkdir(mode=0o755)
-    with kernel(env={"MESHBOOK_RUNTIME_DIR": str(tmp_path)}) as front:
-        cell = front.run("1")
-        assert cell.reply["ename"] == "StartError"
-        assert f"run chmod 700 {tmp_path}/meshbook" in cell.traceback
-        assert front.run("%%controller\n1 + 1").result == "2"
-    assert list(tmp_path.rglob("*")) == [tmp_path / "meshbook"]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
 ) -> None:
     last_lines = Gate(tmp_path / "last lines")
     with kernel() as front:
-        front.run("import time")
+        front.run("import time\nx = rank")
+        pids = front.pids()
         lines = f"print('before', flush=True)\n{counting(last_lines)}"
         cell = front.send(f"{lines}{gate.wait}\nprint('after')\nif rank == 1: 1 / 0")
         front.wait_until_shown(cell, lambda cell: "line 50\n" in cell.stdout)
@@ -106,6 +107,7 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
         front = again(front, kill=False)
         first = front.run("%%controller\n'back'")
         assert "cell 2 from before the kernel's restart still runs on ranks 0-1" in first.notes
+        assert "%mesh interrupt stops it" in first.notes
         assert "its whole output until now: %mesh history 2" in first.notes
         front.wait_until_shown(first, lambda cell: f"line {NUM_LINES - 1}\n" in cell.stdout)
         # Some lines are shown twice, because nobody knows what the old kernel still showed; none is missing.
@@ -118,6 +120,8 @@ def test_a_cell_that_still_runs_shows_what_it_printed_meanwhile_and_goes_on_live
         assert front.wait(waiting).result == "'next'"
         front.wait_until_shown(first, lambda cell: "ZeroDivisionError" in cell.stderr)
         assert "after\n" in first.stdout
+        assert front.run("x").result == "[0] 0\n[1] 1"
+        assert front.pids() == pids
         end(front)
 
 

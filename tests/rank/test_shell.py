@@ -648,11 +648,6 @@ def test_sigint_ends_a_sleep_and_the_next_cell_runs(rank: Rank) -> None:
     assert rank.ok("1 + 1").result == 2
 
 
-def test_sigint_ends_a_python_loop(rank: Rank) -> None:
-    assert rank.interrupted_cell("n = 0\nprint('ready')\nwhile True:\n    n += 1").status == "interrupted"
-    assert rank.ok("n >= 0").result is True
-
-
 def test_sigint_ends_an_await_at_once_and_shows_the_line_that_awaited(rank: Rank) -> None:
     run = rank.interrupted_cell(
         """\
@@ -696,12 +691,6 @@ def test_code_that_catches_the_interrupt_goes_on(rank: Rank, monkeypatch: pytest
         "import time\ntry:\n    print('ready')\n    time.sleep(1000)\nexcept KeyboardInterrupt:\n    saved = 1\nsaved"
     )
     assert (run.status, run.result) == ("ok", 1)
-
-
-def test_sigint_between_cells_is_nobodys(rank: Rank) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    assert rank.ok("1 + 1").result == 2
-    assert rank.gate.num_missed == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -137,16 +137,6 @@ def test_an_idle_mesh_says_so(mesh: Mesh) -> None:
     assert mesh.why().text.startswith("Nothing runs: ranks 0-2 wait for a cell.")
 
 
-def test_a_rank_that_dies_is_named_with_what_it_said_last() -> None:
-    with create_mesh(3) as mesh:
-        source = "import os\nif rank == 2:\n    print('farewell')\n    os.kill(os.getpid(), 9)\ndist.barrier()"
-        assert isinstance(let_loose(mesh, source).exception(WAIT_S), RankLost)
-        finding = mesh.why().findings[0]
-        assert (finding.kind, finding.ranks) == ("killed", (2,))
-        assert "it said last: farewell" in finding.evidence
-        assert "was killed by SIGKILL" in finding.title
-
-
 def test_sizes_for_which_gloo_ends_a_process_are_told_as_a_mismatch() -> None:
     with create_mesh(3) as mesh:
         source = "x = torch.ones(4 if rank == 2 else 4_000_000)\ndist.all_reduce(x)"
