@@ -1,24 +1,19 @@
 """A training under `mesh.elastic` that is killed again and again, and compared with the same training left alone.
 
-    python -m tests.controller.elastic_training --kills 20 --ranks 3 --model ddp
-
 A kill comes at a random moment, from outside, as SIGKILL to a random rank. What is compared, bit for bit, is every loss
 and every parameter on every rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import signal
-import sys
 import threading
 from typing import Any
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.budget import WAIT_S, when
 
@@ -105,30 +100,3 @@ def _run_and_kill(mesh: Mesh, sign: str, moments: random.Random) -> None:
     with contextlib.suppress(RankLost):  # else the cell had ended before
         future.result(WAIT_S)
     when(lambda: victim in mesh.session.lost)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--model", choices=list(MODELS), default="ddp")
-    parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    chosen = parser.parse_args()
-    print(f"--model {chosen.model} --ranks {chosen.ranks} --kills {chosen.kills} --seed {chosen.seed}")
-    with create_mesh(chosen.ranks) as mesh:
-        set_up(mesh, chosen.model, every=chosen.every)
-        mesh.run(CELL)
-        expected = curve(mesh)
-        set_up(mesh, chosen.model, every=chosen.every, fault="__import__('time').sleep(0.02)")
-        train_with_kills(mesh, chosen.kills, random.Random(chosen.seed))
-        found = curve(mesh)
-    equal = found == expected
-    print(
-        f"{len(expected[0][0])} losses and all parameters of {chosen.ranks} ranks: {'equal' if equal else 'DIFFERENT'}"
-    )
-    return 0 if equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -156,16 +156,6 @@ def test_a_handler_of_the_users_own_stays_the_users(mesh: Mesh, tmp_path: Path) 
     mesh.run("_ = signal.signal(signal.SIGTERM, before)")
 
 
-def test_a_child_that_a_cell_forks_is_ended_by_sigterm_and_its_rank_is_not(mesh: Mesh) -> None:
-    mesh.run(
-        "import multiprocessing, time\n"
-        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
-        "child.start(); child.terminate(); child.join()"
-    )
-    assert mesh.run("child.exitcode").values.same() == -signal.SIGTERM
-    assert mesh.session.lost == ()
-
-
 @pytest.mark.thorough
 def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
     mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]

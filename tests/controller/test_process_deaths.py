@@ -88,35 +88,6 @@ def test_no_line_and_no_outcome_is_lost_when_a_clients_connections_break(
 # ---- the fork server
 
 
-def test_a_fork_server_that_is_killed_takes_no_rank_with_it(
-    mesh: Mesh, capsys: pytest.CaptureFixture[str], gate: Gate
-) -> None:
-    server = mesh.run("__import__('os').getppid()", echo=False).values.same()
-    mesh.run("kept = rank", echo=False)
-    # of one rank: lines of ranks that are not in step are shown for each
-    source = f"for number in range(100):\n    print(number)\n    if number == 50:\n        {gate.wait}"
-    running = mesh.run(source, ranks=(1,), wait=False)
-    os.kill(server, signal.SIGKILL)
-    gate.open()
-    running.result(WAIT_S)
-    mesh.run("total = torch.tensor(kept)\ndist.all_reduce(total)\nif rank == 0: print(int(total) + 99)")
-    shown = list(capsys.readouterr())  # out and err: the notice may come with the first or with a later cell
-    assert numbers_in(shown[0]) == [*NUMBERS, 100]
-
-    def is_said() -> bool:
-        mesh.run("pass")
-        shown.extend(capsys.readouterr())
-        return (
-            re.search(r"the fork server (was killed by SIGKILL|has ended); its ranks go on", "".join(shown)) is not None
-        )
-
-    when(is_said)
-    kill(mesh, 1)
-    mesh.heal()
-    assert mesh.run("kept", ranks=(0,), echo=False).values[0] == 0
-    assert mesh.run("__import__('os').getppid()", ranks=(1,), echo=False).values[1] != server
-
-
 # ---- the supervisor: its standby takes over
 
 KILL = """

@@ -17,8 +17,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, ResizeError
 from tests.budget import when, when_printed
-from tests.controller.test_heal import kill, values
-from tests.controller.test_resize import DEADLINE_S, _has_said, start_resize
+from tests.controller.test_heal import kill, start, values
+from tests.controller.test_resize import DEADLINE_S, _has_said
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -408,7 +408,7 @@ def test_a_rank_that_is_lost_while_parts_are_given_leaves_the_mesh_as_it_was(squ
     trained = Trained(square, HSDP)
     trained.train()
     square.run(PAUSE.format(when="== 4", rank=2, wait=gate.wait), echo=False)
-    resizing = start_resize(square, {"dp": 1, "tp": 1}, lambda: _has_said(square, "moving", (2,)))
+    resizing = start(lambda: square.resize({"dp": 1, "tp": 1}), lambda: _has_said(square, "moving", (2,)))
     kill(square, 3)
     gate.open()
     with pytest.raises(ResizeError, match=r"the mesh was not resized: .*; nothing has changed"):
@@ -424,7 +424,7 @@ def test_a_rank_that_is_lost_while_parts_move_leaves_a_mesh_that_heal_completes(
     trained = Trained(square, HSDP)
     trained.train()
     square.run(PAUSE.format(when="> 4", rank=2, wait=gate.wait), echo=False)
-    resizing = start_resize(square, 6, lambda: _has_said(square, "moving", (2,)))
+    resizing = start(lambda: square.resize(6), lambda: _has_said(square, "moving", (2,)))
     kill(square, 0)
     gate.open()
     with pytest.raises(ResizeError, match=r"the mesh has 6 ranks now, but .*%mesh heal"):
@@ -456,7 +456,7 @@ def test_a_rank_that_is_lost_while_tensors_get_their_parts_costs_no_other_rank_i
     with create_mesh(3) as mesh:
         mesh.run(NET + "x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])", setup=True, echo=False)
         mesh.run(PAUSE_COMMIT.format(rank=2, wait=gate.wait), echo=False)
-        resizing = start_resize(mesh, 4, lambda: _has_said(mesh, "committing", (2,)))
+        resizing = start(lambda: mesh.resize(4), lambda: _has_said(mesh, "committing", (2,)))
         kill(mesh, victim)
         gate.open()
         with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
@@ -473,7 +473,7 @@ def test_parts_that_are_gone_for_good_are_named_and_are_not_numbers(gate: Gate) 
     with create_mesh(3) as mesh:
         mesh.run(NET + "x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])", echo=False)
         mesh.run(PAUSE.format(when="> 3", rank=2, wait=gate.wait), echo=False)
-        resizing = start_resize(mesh, 4, lambda: _has_said(mesh, "moving", (2,)))
+        resizing = start(lambda: mesh.resize(4), lambda: _has_said(mesh, "moving", (2,)))
         kill(mesh, 1)
         gate.open()
         with pytest.raises(ResizeError, match="the mesh has 4 ranks now"):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 
 import meshbook
 from meshbook.actor import SupervisionError
-from meshbook.controller.healed import Resized
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.resizing import check_gpus, new_axes
 from meshbook.controller.starting import create_mesh
@@ -25,7 +23,7 @@ from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeErro
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.engine import ENGINES
 from tests.budget import WAIT_S, when
-from tests.controller.test_heal import Counter, kill, pids, press_stop_when, values
+from tests.controller.test_heal import Counter, kill, pids, press_stop_when, start, values
 from tests.controller.test_heal_contents import DDP, TRAINING
 from tests.gate import Gate
 
@@ -357,16 +355,6 @@ def test_a_number_that_the_other_axes_do_not_divide_shows_the_sum() -> None:
 # ---- faults
 
 
-def start_resize(mesh: Mesh, size: int | dict[str, int], reached: Callable[[], bool]) -> Future[Resized]:
-    """Begin to resize in the background, and wait until it has come to some stage."""
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(mesh.resize, size)
-    executor.shutdown(wait=False)
-    when(lambda: reached() or future.done())
-    assert not future.done(), future
-    return future
-
-
 # What asks whether tensors can be cut anew waits at a gate, and says no.
 REFUSE = """
 from meshbook.rank.resharding import door
@@ -388,7 +376,7 @@ def test_operations_of_another_program_wait_until_it_is_decided_whether_the_mesh
     assert x.sum().item() == 15
     (engine,) = (engine for engine in ENGINES if engine.session is other.session)
     pair.run(REFUSE.format(wait=gate.wait), echo=False)
-    resizing = start_resize(pair, 3, lambda: _has_said(pair, "looking", (0, 1)))
+    resizing = start(lambda: pair.resize(3), lambda: _has_said(pair, "looking", (0, 1)))
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(lambda: (x + 1).sum().item())
         when(lambda: len(engine.sender.in_flight) > 0 or waiting.done())
@@ -413,34 +401,12 @@ def _has_said(mesh: Mesh, word: str, ranks: tuple[int, ...]) -> bool:
     return len(mesh.ranks) > max(ranks) and all(word in mesh.logs(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["an old rank", "a new rank"])
-@pytest.mark.thorough
-def test_a_rank_that_is_lost_while_state_is_shared_leaves_a_mesh_that_heal_completes(
-    pair: Mesh, gate: Gate, victim: int
-) -> None:
-    state = (
-        "class Slow:\n    def load_state_dict(self, state): pass\n    def state_dict(self):\n"
-        f"        __import__('os').write(1, b'shared\\n')\n        {gate.wait}\n        return {{}}\nslow = Slow()"
-    )
-    pair.run(state, echo=False)
-    pair.run("step = 1", echo=False)
-    resizing = start_resize(pair, 3, lambda: _has_said(pair, "shared", (0,)))
-    kill(pair, victim)
-    gate.open()
-    with pytest.raises(ResizeError, match="the mesh has 3 ranks now, but"):
-        resizing.result(DEADLINE_S)
-    when(lambda: set(pair.session.lost) == {victim, 2})
-    pair.heal()
-    assert values(pair, "step, world_size") == dict.fromkeys(range(3), (1, 3))
-    assert is_whole(pair, 3)
-
-
 @pytest.mark.thorough
 def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_replaced(trio: Mesh) -> None:
     trio.run("step = 1", echo=False)
     never = "import atexit, os, time\natexit.register(lambda: (os.write(1, b'leaving\\n'), time.sleep(600)))"
     trio.run(never, ranks=2, echo=False)
-    resizing = start_resize(trio, 2, lambda: "leaving" in trio.logs(2))
+    resizing = start(lambda: trio.resize(2), lambda: "leaving" in trio.logs(2))
     kill(trio, 0)
     resized = resizing.result(DEADLINE_S)
     assert (resized.left, resized.ranks) == ((2,), (0,))
@@ -459,27 +425,3 @@ def test_a_stop_ends_the_waiting_for_a_resize_and_says_what_came_of_it(
     ):
         pair.resize(3)
     assert is_whole(pair, 3)
-
-
-def test_a_mesh_with_lost_ranks_goes_on_with_fewer(trio: Mesh) -> None:
-    trio.run("step = 1", echo=False)
-    before = pids(trio)
-    kill(trio, 2)
-    assert trio.resize(2).left == (2,)
-    assert {rank: pids(trio)[rank] for rank in (0, 1)} == {rank: before[rank] for rank in (0, 1)}
-    assert is_whole(trio, 2)
-    trio.resize(3)
-    kill(trio, 0)  # one that stays: it is replaced
-    resized = trio.resize(2)
-    assert (resized.left, resized.ranks) == ((2,), (0,))
-    assert values(trio, "step, world_size") == dict.fromkeys(range(2), (1, 2))
-    assert is_whole(trio, 2)
-
-
-@pytest.mark.thorough
-def test_a_mesh_can_be_resized_again_and_again(pair: Mesh) -> None:
-    pids_before = pids(pair)
-    for size in (3, 2, 3, 2):
-        pair.resize(size)
-    assert pids(pair) == pids_before
-    assert is_whole(pair, 2)

@@ -19,6 +19,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from tests.tensors import gpt
+from tests.tensors.test_mock_device import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("starts_meshes")]
 
@@ -192,13 +193,6 @@ def test_a_recorded_step_with_attention_gives_the_losses_of_one_process(mesh: Me
     batches = [torch.randn(4, 8, 16) for _ in range(6)]
     own, other = (torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4) for model in (remote, plain))
 
-    def train(model: Any, optimizer: Any, x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
     step = meshbook.record(lambda x: train(remote, own, x))
     got = [step(meshbook.distribute(x, mesh, [Shard(0)])).item() for x in batches]
     assert step.stats().replayed >= 2
@@ -294,12 +288,6 @@ def test_autocast_here_casts_there(mesh: Mesh) -> None:
     close(got.float(), wanted.float(), 5e-2)
     got.float().sum().backward()
     assert all(parameter.grad.full_tensor().isfinite().all() for parameter in remote.parameters())
-
-
-def test_a_device_that_is_named_here_is_not_looked_for_here(mesh: Mesh) -> None:
-    x = meshbook.distribute(torch.ones(4, 2), mesh)
-    assert x.to("cuda") is x.cuda() is x
-    assert x.to("cuda", torch.float16).dtype is torch.float16
 
 
 def test_values_come_and_go(mesh: Mesh) -> None:

@@ -139,25 +139,6 @@ def is_broken(here: RankContext) -> bool:
     return bool(here.groups.is_broken)
 
 
-def same(a: Any, b: Any) -> bool:
-    import torch
-
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
-
-
-def nearly_same(a: Any, b: Any) -> bool:
-    """Equal but for the order of summation, which in DDP depends on how its buckets are cut at the moment."""
-    import torch
-
-    if isinstance(a, torch.Tensor):
-        return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
-    return len(a) == len(b) and all(map(nearly_same, a, b))
-
-
 def total(here: RankContext) -> float:
     """A sum over each group of the mesh and the world."""
     import torch
@@ -384,17 +365,6 @@ def test_a_batch_whose_end_raises_is_not_under_way_any_more_and_breaks_its_group
     assert trio.run(total) == [18.0] * 3
 
 
-def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step(trio: World) -> None:
-    trio.members[0].run_in_service_thread(sever, RankLost("rank 2 was killed by SIGKILL"))
-    error = trio.members[0].error_of(try_again)
-    assert type(error).__name__ == "GroupBroken"
-    assert isinstance(error, RuntimeError)
-    assert str(error) == (
-        "all_reduce cannot run: the process group of ranks 0-2 is broken (rank 2 was killed by SIGKILL). It is formed "
-        "again before the next cell: run the cell again. If a rank is gone: %mesh heal"
-    )
-
-
 def make_a_group(here: RankContext) -> None:
     import torch.distributed as dist
 
@@ -434,110 +404,10 @@ def test_severing_leaves_connections_of_the_users_own_alone(trio: World) -> None
 # A member dies
 
 
-def step(here: RankContext) -> float:
-    """One step of training on a 2x2 mesh: sharded over tp, replicated over dp. The loss, the same on all ranks."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    if "model" not in here.stored:
-        torch.manual_seed(0)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=here.mesh)
-        here.stored["model"] = fully_shard(model, mesh=here.mesh)
-        here.stored["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = here.stored["model"], here.stored["optimizer"]
-    torch.manual_seed(100 + here.rank)
-    loss = model(torch.randn(8, 16)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    mean = loss.detach()
-    dist.all_reduce(mean)
-    return float(mean.item())
-
-
-def stay_away_from_step(here: RankContext) -> None:
-    """Reach the middle of a step, where the others wait for the gradients of the last layer, and go no further."""
-    import torch
-
-    here.stored["model"](torch.randn(8, 16)).square().mean()
-
-
-def parameters(here: RankContext) -> list[Any]:
-    return [p.detach().to_local().clone() for p in here.stored["model"].parameters()]
-
-
-def take_from_replica(here: RankContext, source: int) -> None:
-    """The newcomer's shards, from the rank that holds the same ones. Both are in one dp group."""
-    import torch.distributed as dist
-
-    group = here.mesh.get_group("dp")
-    if source in dist.get_process_group_ranks(group):
-        for parameter in here.stored["model"].parameters():
-            dist.broadcast(parameter.detach().to_local(), source, group=group)
-
-
-def build_only(here: RankContext) -> None:
-    """The model without a step: what a setup cell does on a new rank."""
-    import torch
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(1)  # other numbers than the others have
-    model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=here.mesh)
-    here.stored["model"] = fully_shard(model, mesh=here.mesh)
-    here.stored["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def identity(here: RankContext) -> tuple[int, ...]:
     import torch.distributed as dist
 
     return (id(here.mesh), id(dist.group.WORLD), *(id(group) for group in here.mesh.get_all_groups()))
-
-
-def test_a_killed_member_is_replaced_and_training_goes_on_as_if_nothing_had_happened(forker: ForkServer) -> None:
-    with World(forker, {"dp": 2, "tp": 2}) as world, World(forker, {"dp": 2, "tp": 2}) as calm:
-        before = [world.run(step), calm.run(step)]
-        assert before[0] == before[1]
-        objects_before = world.run(identity)
-
-        for member in (world.members[0], world.members[2], world.members[3]):
-            member.start(step)
-        world.members[1].run(stay_away_from_step)
-        wait_until_stuck([world.members[rank] for rank in (0, 2, 3)])
-        world.members[1].kill()
-        lost = RankLost("rank 1 was killed by SIGKILL", ranks=[1], signal="SIGKILL")
-        for rank in (0, 2, 3):
-            world.members[rank].run_in_service_thread(sever, lost)
-        for rank in (0, 2, 3):
-            seen = world.members[rank].error(SOON_S)
-            assert (type(seen), str(seen)) == (RankLost, str(lost)), f"rank {rank}: {seen!r}"
-
-        world.replace(1)
-        world.form_groups()
-        world.members[1].run(build_only)
-        world.run(take_from_replica, 3)
-        after = world.run(identity)
-        assert [after[rank] == objects_before[rank] for rank in (0, 2, 3)] == [True] * 3
-        assert same(world.run(parameters), calm.run(parameters))
-        for _ in range(3):
-            assert world.run(step) == calm.run(step)
-        assert same(world.run(parameters), calm.run(parameters))
-
-
-def test_survivors_learn_the_reason_even_if_the_dead_ranks_connections_close_first(trio: World) -> None:
-    """gloo says at once that a connection was closed; the one who knows why speaks a moment later."""
-    trio.run(wait_for_reasons)
-    stuck = get_stuck(trio, "all_reduce")
-    trio.members[-1].kill()
-    for member in stuck:
-        member.run_in_service_thread(wait_for_gloo_to_notice)
-        member.run_in_service_thread(sever, RankLost("rank 2 was killed"))
-    for member in stuck:
-        assert type(member.error(SOON_S)) is RankLost
 
 
 def wait_for_reasons(here: RankContext) -> None:
@@ -609,90 +479,6 @@ def test_a_receive_that_failed_is_under_way_until_its_reason_is_known(trio: Worl
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forming again
-
-
-def build_both(here: RankContext) -> None:
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=here.mesh)
-    here.stored["fsdp"] = fully_shard(model, mesh=here.mesh)
-    torch.manual_seed(0)
-    here.stored["ddp"] = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)))
-    here.stored["groups"] = identity(here)
-
-
-def gradients(here: RankContext, kind: str) -> list[Any]:
-    import torch
-
-    model = here.stored[kind]
-    model.zero_grad()
-    torch.manual_seed(here.rank)
-    model(torch.randn(4, 8)).square().sum().backward()
-    return [(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone() for p in model.parameters()]
-
-
-def break_in(here: RankContext, kind: str, phase: str) -> str:
-    """Rank 2 leaves the others alone in a forward or a backward pass."""
-    import torch
-
-    if phase == "forward" and here.rank == 2:
-        return "left"
-    loss = here.stored[kind](torch.randn(4, 8)).square().sum()
-    if here.rank == 2:
-        return "left"
-    loss.backward()
-    return "came through"
-
-
-@pytest.mark.parametrize(
-    ("kind", "phase"),
-    [("ddp", "backward"), ("fsdp", "forward"), ("fsdp", "backward")],
-    ids=["ddp", "forward", "backward"],
-)
-def test_after_a_break_in_the_middle_of_a_step_the_same_objects_train_again(trio: World, kind: str, phase: str) -> None:
-    trio.run(build_both)
-    expected = [trio.run(gradients, "ddp"), trio.run(gradients, "fsdp")]
-    for _ in range(2):
-        for member in trio.members:
-            member.start(break_in, kind, phase)
-        assert trio.members[2].result() == "left"
-        wait_until_stuck(trio.members[:2])
-        for member in trio.members[:2]:
-            member.run_in_service_thread(sever, RankLost("gone"))
-        for member in trio.members[:2]:
-            assert type(member.error(SOON_S)) is RankLost
-        trio.form_groups()
-        assert trio.run(identity) == [tuple(ids) for ids in trio.run(former_identity)]
-        assert nearly_same([trio.run(gradients, "ddp"), trio.run(gradients, "fsdp")], expected)
-
-
-def refuse_backward(here: RankContext) -> None:
-    """The groups break between forward and backward, so that DDP's hooks raise in the middle of the backward pass."""
-    import torch
-
-    loss = here.stored["ddp"](torch.randn(4, 8)).square().sum()
-    here.groups.abort(RankLost("gone"))
-    loss.backward()
-
-
-def test_ddp_trains_again_after_a_backward_pass_that_was_refused(trio: World) -> None:
-    trio.run(build_both)
-    expected = trio.run(gradients, "ddp")
-    for member in trio.members:
-        member.start(refuse_backward)
-    for member in trio.members:
-        assert type(member.error(SOON_S)).__name__ == "GroupBroken"
-    trio.form_groups()
-    assert nearly_same(trio.run(gradients, "ddp"), expected)
-
-
-def former_identity(here: RankContext) -> tuple[int, ...]:
-    return tuple(here.stored["groups"])
 
 
 def make_pairs(here: RankContext) -> None:

@@ -1,19 +1,14 @@
 """A training under `mesh.resilient` whose ranks are killed again and again, compared with the same training left alone.
 
-    python -m tests.tensors.resilient_training --kills 20 --ranks 3 --model fsdp
-    python -m tests.tensors.resilient_training --kills 20 --record
-
 A kill comes at a random moment, from outside, as SIGKILL to a random rank. What is compared, bit for bit, is every loss
 and every parameter on every rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 
 STEPS = 40
@@ -34,7 +28,6 @@ _ROWS = 12  # of a batch
 
 # How the model lies on the mesh. "cut": its layers are cut over the axis, as in tensor parallel training.
 _CUT = {"0.*": [Shard(0)], "3.weight": [Shard(1)], "5.*": [Shard(0)], "*": [Replicate()]}
-MODELS = ("replicated", "cut", "fsdp", "ddp")
 
 
 def _network() -> nn.Module:
@@ -148,29 +141,3 @@ def train_with_kills(training: Training, kills: int, moments: random.Random) -> 
     assert not killer.left
     if killer.thread is not None:
         killer.thread.join()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--model", choices=MODELS, default="replicated")
-    parser.add_argument("--record", action="store_true", help="the step is one of @meshbook.record")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    chosen = parser.parse_args()
-    record = " --record" if chosen.record else ""
-    print(f"--model {chosen.model} --ranks {chosen.ranks} --kills {chosen.kills} --seed {chosen.seed}{record}")
-    torch.use_deterministic_algorithms(True)
-    with create_mesh({"dp": chosen.ranks}) as mesh:
-        expected = Training(mesh, chosen.model).run_plain().result()
-        training = Training(mesh, chosen.model, record=chosen.record)
-        train_with_kills(training, chosen.kills, random.Random(chosen.seed))
-        mesh.heal()
-        equal = training.result() == expected
-    print(training.compute)
-    print(f"{STEPS} losses and all parameters of {chosen.ranks} ranks: {'equal' if equal else 'DIFFERENT'}")
-    return 0 if equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -194,18 +194,19 @@ def test_steps_of_a_module_that_was_brought_there_are_those_of_plain_torch(mesh:
         torch.testing.assert_close(own.full_tensor(), other, rtol=1e-3, atol=1e-3)
 
 
+def train(model: Any, optimizer: Any, x: Any) -> Any:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def test_a_recorded_step_gives_the_losses_of_one_process(mesh: Mesh) -> None:
     torch.manual_seed(3)
     plain = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     remote = meshbook.module_to_mesh(copy.deepcopy(plain), mesh)
     batches = [torch.randn(4, 8, 16) for _ in range(5)]
-
-    def train(model: Any, optimizer: Any, x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
 
     own, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (remote, plain))
     step = meshbook.record(lambda x: train(remote, own, x))
