@@ -48,21 +48,6 @@ def test_pytorchs_spelling_makes_the_same_mesh():
     assert MeshAxes.of(shape=(2, 2)).names == ("axis0", "axis1")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"axes": 4, "nodes": 2},
-        {"axes": 4, "shape": (4,)},
-        {"shape": (4,), "gpus_per_node": 4},
-        {"axes": 4, "mesh_dim_names": ("dp",)},
-    ],
-)
-def test_a_size_is_given_in_exactly_one_way(arguments):
-    with pytest.raises(MeshShapeError, match="give a mesh its size in one way"):
-        MeshAxes.of(**arguments)
-
-
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_a_size_is_an_int_of_one_or_more(size):
     with pytest.raises(MeshShapeError, match=r"axis dp has size .*; a size is an int of 1 or more"):
@@ -71,36 +56,33 @@ def test_a_size_is_an_int_of_one_or_more(size):
         MeshAxes.of(shape=size)
 
 
-@pytest.mark.parametrize("axes", ["4", 2.0, True, [2, 2]])
-def test_axes_are_a_number_or_a_dict(axes):
-    with pytest.raises(MeshShapeError, match="a number or a dict of axes"):
-        MeshAxes.of(axes)
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        *(
+            (arguments, "give a mesh its size in one way")
+            for arguments in (
+                {},
+                {"axes": 4, "nodes": 2},
+                {"axes": 4, "shape": (4,)},
+                {"shape": (4,), "gpus_per_node": 4},
+                {"axes": 4, "mesh_dim_names": ("dp",)},
+            )
+        ),
+        *(({"axes": axes}, "a number or a dict of axes") for axes in ("4", 2.0, True, [2, 2])),
+        *(({"axes": {name: 2}}, "cannot name an axis") for name in ("", "2x", "d p", "for", 3)),
+        ({"shape": (2, 2), "mesh_dim_names": ("dp",)}, r"2 sizes \(2, 2\) but 1 name \('dp',\)"),
+        ({"shape": (2, 2), "mesh_dim_names": ("dp", "dp")}, r"axis dp is there twice in \(dp, dp\)"),
+        ({"axes": {}}, "at least one axis"),
+        ({"axes": {"dp": 10**6, "tp": 10**6}}, r"dp=1000000 \* tp=1000000 need 1,000,000,000,000 ranks"),
+    ],
+)
+def test_what_makes_no_mesh_is_refused_with_the_reason(arguments, complaint):
+    with pytest.raises(MeshShapeError, match=complaint):
+        MeshAxes.of(**arguments)
 
 
-@pytest.mark.parametrize("name", ["", "2x", "d p", "for", 3])
-def test_an_axis_has_a_python_name(name):
-    with pytest.raises(MeshShapeError, match="cannot name an axis"):
-        MeshAxes.of({name: 2})
-
-
-def test_names_and_sizes_must_be_as_many():
-    with pytest.raises(MeshShapeError, match=r"2 sizes \(2, 2\) but 1 name \('dp',\)"):
-        MeshAxes.of(shape=(2, 2), mesh_dim_names=("dp",))
-
-
-def test_a_name_is_used_once():
-    with pytest.raises(MeshShapeError, match=r"axis dp is there twice in \(dp, dp\)"):
-        MeshAxes.of(shape=(2, 2), mesh_dim_names=("dp", "dp"))
-
-
-def test_no_axes_are_no_mesh():
-    with pytest.raises(MeshShapeError, match="at least one axis"):
-        MeshAxes.of({})
-
-
-def test_a_slip_of_the_keyboard_does_not_fill_the_memory():
-    with pytest.raises(MeshShapeError, match=r"dp=1000000 \* tp=1000000 need 1,000,000,000,000 ranks"):
-        MeshAxes.of({"dp": 10**6, "tp": 10**6})
+def test_a_mesh_may_have_the_most_ranks_that_are_allowed():
     assert MeshAxes.of(MAX_RANKS).size == MAX_RANKS
 
 

@@ -16,11 +16,11 @@ from meshbook.wire.messages import (
     Display,
     FoldedItem,
     Line,
-    Notice,
     RankDisplay,
     Text,
     VaryingNumber,
 )
+from tests.fold.test_lines import live, notices, said
 
 over_the_wire = msgspec.msgpack.Decoder(tuple[FoldedItem, ...])
 
@@ -32,14 +32,6 @@ def sent(items):
 
 def line(text, *ranks, **more):
     return Line(ranks, "stdout", text, **more)
-
-
-def said(items):
-    return [(item.ranks, item.text) for item in items if isinstance(item, Line) and not item.live]
-
-
-def live(items):
-    return [(item.ranks, item.text) for item in items if isinstance(item, Line) and item.live]
 
 
 def host_fold(ranks, texts):
@@ -76,10 +68,6 @@ def merger():
     return FoldMerger(TWO_HOSTS)
 
 
-def test_lines_that_all_hosts_sent_are_one():
-    assert merged(TWO_HOSTS, ["a\nb\n"] * 4) == [line("a", 0, 1, 2, 3), line("b", 0, 1, 2, 3)]
-
-
 def test_numbers_of_hosts_become_one_range_and_the_outlier_is_found_among_all():
     texts = [f"loss {loss}\n" for loss in ("2.31", "97.4", "2.33", "2.35", "2.34", "2.32")]
     hosts = {0: (0, 1, 2), 1: (3, 4, 5)}
@@ -106,13 +94,6 @@ def test_a_merger_below_another_one_keeps_them():
     assert one.varying_numbers == (VaryingNumber(0, ("0", "1", "2", "3")),)
     (alone,) = merged({0: (0, 1)}, texts[:2], mergeable=True)
     assert alone.varying_numbers == (VaryingNumber(0, ("0", "1")),)
-
-
-def test_hosts_may_hold_any_ranks():
-    texts = [f"rank {rank}\n" for rank in range(4)]
-    assert merged({0: (0, 3), 1: (1, 2)}, texts, mergeable=True)[0].varying_numbers == (
-        VaryingNumber(0, ("0", "1", "2", "3")),
-    )
 
 
 def test_what_only_some_ranks_of_some_hosts_said_stays_theirs():
@@ -279,10 +260,6 @@ def test_each_rank_is_heard_in_full_and_in_order_through_both_folds(world):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a front end is sent
-
-
-def notices(items):
-    return [item.item.text for item in items if isinstance(item, RankDisplay) and isinstance(item.item, Notice)]
 
 
 def test_ordinary_output_passes_untouched():

@@ -11,16 +11,14 @@ from meshbook.ids import CallId
 from meshbook.rank import call_state
 from meshbook.rank.call_state import CallEffect, CallState
 from meshbook.wire.messages import Outcome, RankError, RankPosition
+from tests.positions import position
 
 A, B = CallId("c-1"), CallId("c-2")
 HOLD, RESUME, WATCH = (CallEffect.HOLD,), (CallEffect.RESUME,), (CallEffect.WATCH,)
 
 
 def left(rank: int, cause: str = "") -> RankPosition:
-    return RankPosition(
-        rank=rank, last_call=A, last_status="error", cause=cause, is_held_or_idle=True, is_idle=True,
-        has_other_collective_threads=False, num_groups_created=1, groups=(),
-    )  # fmt: skip
+    return position(rank, last_call=A, cause=cause)
 
 
 def aborted(cause: str = "rank 1 left") -> CollectiveAborted:

@@ -25,6 +25,12 @@ def doomed(waiting: Rank, *left: RankPosition, connecting: tuple[GroupLabel, ...
     )
 
 
+def why_doomed(waiting: Rank, *left: RankPosition, connecting: tuple[GroupLabel, ...] = ()) -> CollectiveAborted:
+    error = doomed(waiting, *left, connecting=connecting)
+    assert error is not None
+    return error
+
+
 def transport_cause(error: RankError | None, waiting: Rank, *left: RankPosition) -> CollectiveAborted | None:
     return departures.find_transport_cause(
         error, waiting.ring.since(0), left, rank=waiting.rank, locate=departures.make_locate(__file__)
@@ -39,8 +45,7 @@ def test_a_collective_that_a_departed_rank_has_not_joined_is_doomed() -> None:
     waiting, gone = Rank(0), Rank(1)
     assert doomed(waiting, gone.left()) is None  # nobody waits
     waiting.begin()
-    error = doomed(waiting, gone.left(cause="rank 1 raised KeyError at line 2"))
-    assert error is not None
+    error = why_doomed(waiting, gone.left(cause="rank 1 raised KeyError at line 2"))
     assert str(error) == "all_reduce #1 cannot be completed: rank 1 raised KeyError at line 2"
     assert (error.ranks, error.cause) == ((1,), "rank 1 raised KeyError at line 2")
 
@@ -48,8 +53,7 @@ def test_a_collective_that_a_departed_rank_has_not_joined_is_doomed() -> None:
 def test_of_a_rank_that_left_without_an_error_it_is_said_what_it_did_not_come_to() -> None:
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()
-    error = doomed(waiting, gone.left())
-    assert error is not None
+    error = why_doomed(waiting, gone.left())
     assert str(error).endswith("rank 1 ended the cell without coming to it")
     assert error.cause == "rank 1 ended the cell without coming to all_reduce #1"
 
@@ -58,8 +62,7 @@ def test_of_a_rank_that_failed_in_the_collective_it_is_not_said_that_it_did_not_
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()
     gone.begin(error="RuntimeError: Connection closed by peer")
-    error = doomed(waiting, gone.left(last_status="ok"))
-    assert error is not None
+    error = why_doomed(waiting, gone.left(last_status="ok"))
     assert str(error) == "all_reduce #1 cannot be completed: rank 1 failed in it"
     assert error.cause == "rank 1 failed in all_reduce #1"
 
@@ -70,8 +73,7 @@ def test_all_ranks_that_ended_without_coming_to_it_are_named_with_how_many_each_
         rank.done(4)
     waiting = ranks.pop(2)
     waiting.begin()
-    error = doomed(waiting, *(rank.left() for rank in ranks))
-    assert error is not None
+    error = why_doomed(waiting, *(rank.left() for rank in ranks))
     first, second = str(error).splitlines()
     assert first == "all_reduce #5 cannot be completed: ranks 0-1,3 ended the cell without coming to it"
     assert second.startswith("rank 2 came to 5 collectives, ranks 0-1,3 to 4. Which one of rank 2's is too many")
@@ -90,8 +92,7 @@ def test_the_first_collective_that_ranks_called_elsewhere_is_named_with_both_lin
     for rank in (waiting, other):
         log_all(rank, 1)
     waiting.begin()
-    error = doomed(waiting, other.left())
-    assert error is not None
+    error = why_doomed(waiting, other.left())
     _, second = str(error).splitlines()
     assert "They differ from #3 on: all_reduce at line" in second
     assert second.endswith("What #3 and those after it have computed may mix different values")
@@ -106,8 +107,7 @@ def test_other_shapes_at_the_same_line_are_a_difference() -> None:
             tensor = SimpleNamespace(shape=(size,), dtype="float32")
             rank.ring.finish(rank.ring.begin("all_reduce", rank.label, [tensor]))
     waiting.begin()
-    error = doomed(waiting, other.left())
-    assert error is not None
+    error = why_doomed(waiting, other.left())
     assert "They differ from #2 on: all_reduce of 8 float32 at line" in str(error)
 
 
@@ -117,8 +117,7 @@ def test_ranks_that_called_at_different_lines_are_not_said_to_have_called_at_one
     log_all(one, 1)
     log_all(another, 1)
     waiting.begin()
-    error = doomed(waiting, one.left(), another.left())
-    assert error is not None
+    error = why_doomed(waiting, one.left(), another.left())
     assert "ranks 0-1 ended the cell" in str(error)
     assert re.search(r"called at line \d+ on rank 0\. What #1", str(error))
 
@@ -129,8 +128,7 @@ def test_what_ranks_may_bring_in_other_shapes_is_no_difference() -> None:
         tensor = SimpleNamespace(shape=(size,), dtype="float32")
         rank.ring.finish(rank.ring.begin("all_gather", rank.label, [tensor]))
     waiting.begin()
-    error = doomed(waiting, other.left())
-    assert error is not None
+    error = why_doomed(waiting, other.left())
     assert "They differ" not in str(error)
 
 
@@ -139,8 +137,7 @@ def test_a_difference_from_the_first_that_is_known_on_may_be_an_earlier_one() ->
     log_all(waiting, 41)
     log_all(other, 40)  # at another line
     waiting.begin()
-    error = doomed(waiting, other.left())
-    assert error is not None
+    error = why_doomed(waiting, other.left())
     assert "They differ from #27 on, or from an earlier one: " in str(error)
 
 
@@ -151,16 +148,14 @@ def test_what_was_begun_on_former_connections_is_not_compared() -> None:
         rank.label.reset_counters(2)
         log_all(rank, 1)
     waiting.begin()
-    error = doomed(waiting, other.left())
-    assert error is not None
+    error = why_doomed(waiting, other.left())
     assert "They differ" not in str(error)
 
 
 def test_a_rank_that_was_in_no_collective_of_the_call_has_mixed_nothing() -> None:
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()
-    error = doomed(waiting, gone.left())
-    assert error is not None
+    error = why_doomed(waiting, gone.left())
     assert "\n" not in str(error)
 
 
@@ -177,8 +172,7 @@ def test_a_collective_that_a_departed_rank_has_joined_can_complete() -> None:
 
 
 def test_a_group_that_a_departed_rank_does_not_form_is_doomed() -> None:
-    error = doomed(Rank(0), Rank(1).left(), connecting=(GroupLabel("another", (0, 1)),))
-    assert error is not None
+    error = why_doomed(Rank(0), Rank(1).left(), connecting=(GroupLabel("another", (0, 1)),))
     assert error.where == "new_group"
 
 

@@ -49,8 +49,32 @@ def request(known: Record | None, **changed: Any) -> Request:
 # ---- what ranks agree on
 
 
-def test_a_first_run_begins() -> None:
-    assert decide([request(None), request(None)]) == Begin(1)
+OVER = record(held(5, 50, is_end=True), is_open=False)
+NEXT_LOOP = request(record(held(5, 50, is_end=True)), call="cell 1", loop=1)
+OVER_ON_TWO = record(HeldSnapshot(5, 0, 50, True, True, 2), is_open=False)
+
+
+@pytest.mark.parametrize(
+    ("requests", "number"),
+    [
+        ([request(None), request(None)], 1),
+        ([request(OVER), request(OVER)], 2),
+        ([request(record(held(1, 10)), restart=True)], 2),
+        ([request(record(run=4)), request(record(held(9, 90), run=3, is_open=False))], 5),
+        ([NEXT_LOOP, NEXT_LOOP], 1),
+        ([request(OVER_ON_TWO), request(OVER_ON_TWO), request(None)], 2),
+    ],
+    ids=[
+        "first",
+        "ended well everywhere",
+        "restart",
+        "no complete snapshot",
+        "next loop of a cell",
+        "ranks have joined",
+    ],
+)
+def test_a_loop_begins_where_there_is_nothing_to_go_back_to(requests: list[Request], number: int) -> None:
+    assert decide(requests) == Begin(number)
 
 
 def test_runs_are_let_go_of_whose_cells_have_ended_well_on_all_ranks() -> None:
@@ -71,11 +95,6 @@ def test_an_older_snapshot_is_the_second_choice_where_only_some_ranks_have_compl
     assert [(one.snapshot.step, one.lacking) for one in options] == [(30, (1, 2)), (20, (2,))]
 
 
-def test_a_run_that_has_ended_well_everywhere_is_followed_by_a_new_one() -> None:
-    over = record(held(5, 50, is_end=True), is_open=False)
-    assert decide([request(over), request(over)]) == Begin(2)
-
-
 def test_a_run_that_did_not_end_well_on_one_rank_goes_on() -> None:
     options = decide([request(record(held(1, 10), is_open=False)), request(record(held(1, 10)))])
     assert isinstance(options, list)
@@ -86,19 +105,6 @@ def test_a_rank_lost_after_the_end_is_made_good_if_the_same_cell_is_run(source: 
     over = record(held(5, 50, is_end=True), is_open=False)
     decision = decide([request(over, source=source), request(None, source=source)])
     assert isinstance(decision, list) is goes_on
-
-
-def test_restart_begins_anew_whatever_was_interrupted() -> None:
-    assert decide([request(record(held(1, 10)), restart=True)]) == Begin(2)
-
-
-def test_a_run_without_a_complete_snapshot_begins_anew() -> None:
-    assert decide([request(record(run=4)), request(record(held(9, 90), run=3, is_open=False))]) == Begin(5)
-
-
-def test_the_next_loop_of_a_cell_begins_in_its_run() -> None:
-    one = request(record(held(5, 50, is_end=True)), call="cell 1", loop=1)
-    assert decide([one, one]) == Begin(1)
 
 
 def test_a_loop_before_the_interrupted_one_is_over() -> None:
@@ -130,11 +136,6 @@ def test_snapshots_of_the_number_of_ranks_before_are_no_choice_once_there_is_one
     options = decide([request(held_both), request(held_both), request(record())])
     assert isinstance(options, list)
     assert [(one.snapshot.number, one.is_resized) for one in options] == [(4, False)]
-
-
-def test_a_loop_that_had_ended_well_before_a_resize_begins_anew_on_ranks_that_have_joined() -> None:
-    over = record(HeldSnapshot(5, 0, 50, True, True, 2), is_open=False)
-    assert decide([request(over), request(over), request(None)]) == Begin(2)
 
 
 def test_what_is_equal_on_all_ranks_of_a_snapshot_is_found_by_name() -> None:

@@ -10,6 +10,7 @@ import pytest
 from meshbook.rank.process_groups import positions
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, GroupPosition, RankPosition
+from tests.positions import position
 
 
 class Rank:
@@ -34,12 +35,7 @@ class Rank:
         return found
 
     def left(self, **changes: Any) -> RankPosition:
-        reported: dict[str, Any] = {
-            "rank": self.rank, "last_call": "c1", "last_status": "error", "cause": "", "is_held_or_idle": True,
-            "is_idle": True, "has_other_collective_threads": False, "num_groups_created": 1, "groups": (self.group(),),
-            **changes,
-        }  # fmt: skip
-        return RankPosition(**reported)
+        return position(self.rank, **{"groups": (self.group(),), **changes})
 
 
 def test_a_position_tells_what_was_begun_what_failed_and_what_is_under_way() -> None:

@@ -9,15 +9,12 @@ import pytest
 
 from meshbook.supervisor.desync import collect_positions, find_desynced_groups, has_left
 from meshbook.wire.messages import GroupPosition, Outcome, OutcomeGroup, RankPosition
+from tests.positions import position
 
 
 def at(rank: int, *groups: GroupPosition, **changes: Any) -> RankPosition:
     """A rank at rest after call c1."""
-    reported: dict[str, Any] = {
-        "rank": rank, "last_call": "c1", "last_status": "error", "cause": "", "is_held_or_idle": True, "is_idle": True,
-        "has_other_collective_threads": False, "num_groups_created": 1, "groups": groups, **changes,
-    }  # fmt: skip
-    return RankPosition(**reported)
+    return position(rank, groups=groups, **changes)
 
 
 def world(num_begun: int, ranks: tuple[int, ...] = (0, 1), **changes: Any) -> GroupPosition:

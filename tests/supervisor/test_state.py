@@ -12,6 +12,7 @@ from meshbook.supervisor import effects as s
 from meshbook.supervisor.state import MeshState
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome, OutcomeGroup
+from tests.positions import position
 
 T = TypeVar("T")
 
@@ -88,11 +89,7 @@ class World:
         """What a rank answers that has run c1 and made some collectives."""
         everyone = tuple(range(self.spec.axes["rank"]))
         group = messages.GroupPosition(name="0", ranks=everyone, num_started=num_begun, has_new_collectives=True)
-        position = messages.RankPosition(
-            rank=rank, last_call="c1", last_status="error", cause="", is_held_or_idle=True, is_idle=True,
-            has_other_collective_threads=False, num_groups_created=1, groups=(group,),
-        )  # fmt: skip
-        answer: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(position, **changes))
+        answer: dict[str, Any] = msgspec.to_builtins(position(rank, **{"groups": (group,), **changes}))
         return answer
 
     def answer(self, steps: Iterable[s.Effect], positions: dict[int, dict[str, Any]]) -> list[s.Effect]:
@@ -177,16 +174,6 @@ def test_a_cell_for_a_rank_that_is_not_there_is_refused_with_the_ranks_that_are(
     assert "rank 7 is not in this mesh of 4 ranks (0-3)" in refused.text
 
 
-def test_a_call_on_several_hosts_ends_when_the_last_of_them_is_done() -> None:
-    world = World(num_hosts=2)
-    world.state.report_received(1, messages.HostReady(host=1, hostname="box", pid=4), 0.0)
-    world.finish("form-1", ranks=(2, 3), host=1)
-    world.run()
-    assert not messages_of(world.finish("c1", ranks=(0, 1), host=0), messages.CallFinished)
-    finished = messages_of(world.finish("c1", ranks=(2, 3), host=1), messages.CallFinished)[0]
-    assert [part.ranks for part in finished.outcomes] == [(0, 1, 2, 3)]
-
-
 def test_names_that_cells_bind_and_delete_are_known_to_the_next_client(busy: World) -> None:
     busy.finish("c1", bound_names=("x", "y"))
     busy.run("c2")
@@ -227,14 +214,6 @@ def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_
     assert finished.items == (line,)
     assert [exited.rank for exited in finished.lost] == [2]
     assert busy.state.info().names == ("x",)
-
-
-def test_a_host_that_does_not_conclude_a_call_is_not_waited_for(busy: World) -> None:
-    alarm = steps_of(busy.kill(2), s.SetTimer)[0]
-    last = steps_of(busy.state.timer_fired(alarm.name, alarm.delay_s), s.SetTimer)[0]
-    finished = messages_of(busy.state.timer_fired(last.name, 2.0), messages.CallFinished)[0]
-    assert {part.outcome.status: part.ranks for part in finished.outcomes} == {"lost": (2,), "skipped": (0, 1, 3)}
-    assert busy.finish("c1") == []  # their late word is nobody's any more
 
 
 def test_groups_that_an_interrupt_broke_are_formed_again_in_the_next_epoch(busy: World) -> None:
@@ -290,27 +269,6 @@ def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:
     assert steps_of(world.state.timer_fired(alarm.name, 7.0), s.Shutdown)
 
 
-def test_a_client_that_comes_back_in_time_saves_the_mesh(world: World) -> None:
-    alarm = steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)[0]
-    world.join("again")
-    assert world.state.timer_fired(alarm.name, 10_000.0) == []
-
-
-def test_an_observer_does_not_keep_a_mesh_alive(world: World) -> None:
-    world.join("viewer", observer=True)
-    assert steps_of(world.state.client_disconnected("one", world.now), s.SetTimer)
-
-
-def test_a_client_that_detaches_for_ever_leaves_a_mesh_that_does_not_end() -> None:
-    assert not steps_of(World().say(messages.Detach(call="d")), s.SetTimer)
-
-
-def test_a_question_of_a_rank_reaches_the_client_whose_cell_it_is(world: World) -> None:
-    world.run(allow_input=True)
-    asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
-    assert steps_of(world.host(asked), s.SendToClient)[0].client == "one"
-
-
 def test_a_question_that_nobody_can_answer_is_answered_with_nothing(world: World) -> None:
     world.run(allow_input=True)
     asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
@@ -330,16 +288,6 @@ def test_history_tells_how_a_cell_ended(busy: World, status: str) -> None:
     busy.finish("c1", status=status)
     entry = messages_of(busy.say(messages.QueryHistory(call="h")), messages.CommandReply)[0].history[0]
     assert (entry.label, entry.status, entry.seconds) == ("cell 1", status, 0.1)
-
-
-def test_setup_cells_are_kept_for_ranks_that_join_later(world: World) -> None:
-    world.run(setup=True)
-    assert [cell.source for cell in world.state._cells.setup_cells] == ["x = 1"]
-
-
-def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody(world: World) -> None:
-    late = messages.CallOutput(call="c0", items=(messages.Line(ranks=(0,), stream="stdout", text="late"),))
-    assert messages_of(world.host(late), messages.CallOutput) == [late]
 
 
 def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told(world: World) -> None:
