@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from meshbook.actors.procs import ProcMesh, this_host
+from meshbook.actors.runtime import registry as lives
+from meshbook.actors.runtime.faults import MeshFailure
 from tests.budget import WAIT_S
 
 
@@ -16,3 +18,11 @@ def procs(starts_meshes: None) -> Iterator[ProcMesh]:
     started = this_host().spawn_procs({"gpus": 3}, name="shared")
     yield started
     started.stop().get(WAIT_S)
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
+    """Failures that no actor has handled."""
+    heard: list[MeshFailure] = []
+    monkeypatch.setattr(lives.local_registry(), "on_unhandled_failure", lambda failure, name: heard.append(failure))
+    return heard

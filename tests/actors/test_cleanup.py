@@ -41,6 +41,7 @@ from meshbook.wire import messages
 from meshbook.wire.process_control import kill_supervisor
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 from tests.budget import WAIT_S, when
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
@@ -216,8 +217,7 @@ INTERRUPTED_AS_IT_WAITED = """
 
 
 def test_a_process_in_which_something_was_interrupted_can_be_debugged() -> None:
-    program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED_AS_IT_WAITED)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=2 * WAIT_S)
+    done = run_python(INTERRUPTED_AS_IT_WAITED)
     assert done.stdout == "KeyboardInterrupt()\n", done.stderr
 
 
@@ -477,18 +477,13 @@ def test_state_is_read_when_the_actor_is_there() -> None:
 
 
 @pytest.mark.usefixtures("starts_meshes")
-def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[MeshFailure] = []
-    reported = threading.Event()
-    monkeypatch.setattr(
-        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), reported.set())
-    )
+def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(unhandled: list[MeshFailure]) -> None:
     procs: Any = this_host().spawn_procs({"gpus": 1}, name="headless")
     counters = procs.spawn("headless counters", Counter)
     assert counters.add.call_one().get(WAIT_S) == 1
     kill_supervisor(procs._backend.mesh().session.connection.connection_info.pid)  # and its standby
-    assert reported.wait(WAIT_S)
-    assert heard[0].mesh_name == "headless counters"
+    when(lambda: unhandled)
+    assert unhandled[0].mesh_name == "headless counters"
     (address,) = counters._ref.addresses  # its process may be known to be gone before its supervisor is
     when(lambda: local_transport().exit_reasons.has_mesh_ended(address))
     with pytest.raises(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,23 +14,15 @@ import pytest
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import construction, runner
-from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.context import context, current_rank
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure, SupervisionError
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
 begun, released = threading.Event(), threading.Event()
-
-
-@pytest.fixture
-def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
-    """Failures that no actor has handled."""
-    heard: list[MeshFailure] = []
-    monkeypatch.setattr(lives.local_registry(), "on_unhandled_failure", lambda failure, name: heard.append(failure))
-    return heard
 
 
 @pytest.fixture(autouse=True)
@@ -297,6 +287,5 @@ PROGRAM = """
 
 
 def test_actors_in_a_programs_own_process_end_with_it() -> None:
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    done = run_python(PROGRAM)
     assert done.stdout == "cleaned up\ndeleted\n", done.stderr

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +19,7 @@ from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, Supervisio
 from meshbook.actors.runtime.transport import local_transport
 from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActor
 from tests.budget import WAIT_S, when
+from tests.scripts import run_python
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -32,15 +31,6 @@ def doomed() -> Iterator[ProcMesh]:
     started = this_host().spawn_procs({"gpus": 3}, name="doomed")
     yield started
     started.stop().get(WAIT_S)
-
-
-@pytest.fixture
-def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
-    """Failures that came to the end of the line, which is here."""
-    heard: list[MeshFailure] = []
-    alive = lives.local_registry()
-    monkeypatch.setattr(alive, "on_unhandled_failure", lambda failure, name: heard.append(failure))
-    return heard
 
 
 def _pids(mesh: Any) -> list[int]:
@@ -201,13 +191,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize(("where", "by"), [("elsewhere", "SupervisionError rank 1"), ("asleep", "KeyboardInterrupt")])
 def test_by_default_a_failure_that_nobody_handles_stops_what_runs(where: str, by: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), where],
-        capture_output=True,
-        text=True,
-        timeout=2 * WAIT_S,
-        check=False,
-    )
+    done = run_python(SCRIPT, where)
     assert f"stopped by {by}" in done.stdout, done
     assert done.returncode == 0
     assert "is lost: its process" in done.stdout + done.stderr

@@ -68,10 +68,8 @@ def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(
 
 @pytest.mark.usefixtures("starts_meshes")
 def test_processes_that_have_ended_leave_nothing_of_their_actors(
-    alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch
+    alive: lives.ActorRegistry, unhandled: list[MeshFailure]
 ) -> None:
-    heard: list[MeshFailure] = []
-    monkeypatch.setattr(alive, "on_unhandled_failure", lambda failure, name: heard.append(failure))
     before = _kept(alive)
     stopped, killed = (this_host().spawn_procs({"n": 2}, name=name) for name in ("stopped", "killed"))
     for procs in (stopped, killed):
@@ -82,7 +80,7 @@ def test_processes_that_have_ended_leave_nothing_of_their_actors(
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(SupervisionError):
         counters.add.call().get(WAIT_S)
-    when(lambda: _kept(alive) == before and len(heard) == 2)
+    when(lambda: _kept(alive) == before and len(unhandled) == 2)
     killed.stop().get(WAIT_S)
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +11,11 @@ import pytest
 import meshbook
 from meshbook.actors.lookup import find_actors
 from meshbook.actors.procs import this_host
-from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import MeshFailure
 from meshbook.errors import MeshNameError
 from tests.actors.example_actors import Counter
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -47,8 +43,7 @@ PROGRAM = """
 
 @pytest.fixture
 def left() -> Iterator[Any]:
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    done = run_python(PROGRAM)
     assert done.returncode == -signal.SIGKILL, done.stderr
     mesh = meshbook.attach("left")
     try:
@@ -58,14 +53,9 @@ def left() -> Iterator[Any]:
 
 
 def test_actors_of_a_killed_program_are_found_by_name_and_have_a_new_owner(
-    left: Any, monkeypatch: pytest.MonkeyPatch
+    left: Any, unhandled: list[MeshFailure]
 ) -> None:
-    heard: list[MeshFailure] = []
-    reported = threading.Event()
     this_host()  # from here on this process hears of failures
-    monkeypatch.setattr(
-        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), reported.set())
-    )
     found = left.actors()
     assert "tallies" in str(found)
     tallies = found["tallies"]
@@ -80,8 +70,8 @@ def test_actors_of_a_killed_program_are_found_by_name_and_have_a_new_owner(
         found["tally"]
 
     left.kill([0])
-    assert reported.wait(WAIT_S)
-    assert (heard[0].mesh_name, heard[0].ranks) == ("tallies", (0,))
+    when(lambda: unhandled)
+    assert (unhandled[0].mesh_name, unhandled[0].ranks) == ("tallies", (0,))
     assert tallies.slice(dp=1).add.call_one(0).get(WAIT_S) == 10
 
 
@@ -95,7 +85,6 @@ def test_actors_whose_owner_lives_are_found_and_stay_its_own(left: Any) -> None:
         print(mesh.actors()["owned"].add.call_one(2).get(20), len(local_registry().owned))
     """
     mesh = counter._ref.procs_ref.mesh
-    command = [sys.executable, "-c", textwrap.dedent(program), mesh]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    done = run_python(program, mesh)
     assert done.stdout == "5 0\n", done.stderr
     procs.stop().get(WAIT_S)

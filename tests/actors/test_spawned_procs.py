@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from typing import Any
 
@@ -17,6 +14,7 @@ from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.procs import this_host
 from meshbook.errors import CellError
 from tests.budget import WAIT_S
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -38,8 +36,7 @@ PROGRAM = """
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("imports_torch", [True, False])
 def test_processes_have_torch_if_the_program_has_imported_it(imports_torch: bool) -> None:
-    source = ("import torch\n" if imports_torch else "") + textwrap.dedent(PROGRAM)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=2 * WAIT_S)
+    done = run_python(("    import torch\n" if imports_torch else "") + PROGRAM)
     assert done.stdout == f"{imports_torch}\n", done.stderr
 
 
@@ -108,6 +105,5 @@ STOPPED_AT_ONCE = """
 
 @pytest.mark.timeout(180)
 def test_processes_that_are_stopped_as_soon_as_they_are_up_leave_no_standby_mesh() -> None:
-    source = textwrap.dedent(STOPPED_AT_ONCE)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=2 * WAIT_S)
+    done = run_python(STOPPED_AT_ONCE)
     assert done.stdout == "None\n", done.stderr

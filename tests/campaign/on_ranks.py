@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.budget import WAIT_S
 from tests.campaign import arithmetic
-from tests.connections import cut
+from tests.connections import cut, cut_tcp
 
 ROWS_PER_RANK = 2
 LEARNING_RATE = 0.05
@@ -267,34 +266,12 @@ def _use_memory(argument: str) -> None:
 
 def _cut_tcp(argument: str) -> None:
     """Shut down every TCP connection of this process: gloo's, as nothing else here has any."""
-    for connection in _sockets():
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(connection):
-            connection.shutdown(socket.SHUT_RDWR)
+    cut_tcp()
 
 
 def _cut_zmq(argument: str) -> None:
     """Shut down this process's connections to the sockets of that name: "work", "service" or "store"."""
     cut(f"{argument}.sock")
-
-
-def _is_connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def _sockets() -> list[socket.socket]:
-    """Return duplicates of all sockets of this process."""
-    found = []
-    for name in os.listdir("/dev/fd"):
-        try:
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                found.append(socket.socket(fileno=os.dup(int(name))))
-        except OSError:  # closed since the listing
-            continue
-    return found
 
 
 _FAULTS: dict[str, Callable[[str], None]] = {

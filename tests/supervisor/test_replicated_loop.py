@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests.budget import WAIT_S
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
@@ -39,9 +37,7 @@ loop.on_takeover = took_over
 def run(source: str) -> list[str]:
     """Run a program whose first process is killed; return what it and its standby have printed, once both ended."""
     program = PROGRAM + textwrap.dedent(source) + "\nloop.replicate()\nloop.run()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )  # returns when nobody holds its pipes any more
+    done = run_python(program)  # returns when nobody holds its pipes any more
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return [*done.stdout.splitlines(), *done.stderr.splitlines()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,15 +24,10 @@ pytestmark = pytest.mark.usefixtures("starts_meshes")
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    before = os.environ.get("MESHBOOK_STALL_S")
-    os.environ["MESHBOOK_STALL_S"] = "2"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHBOOK_STALL_S", "2")
         with create_mesh({"dp": 3}) as mesh:
             yield mesh
-    finally:
-        os.environ.pop("MESHBOOK_STALL_S")
-        if before is not None:
-            os.environ["MESHBOOK_STALL_S"] = before
 
 
 @contextmanager

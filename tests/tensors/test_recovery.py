@@ -23,7 +23,7 @@ from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate
 from meshbook.rank.tensors.tensor_store import Poison, TensorStore
 from meshbook.tensors.creation import engine_of
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
 BAD = torch.tensor([1, 99, 3, 7, 2, 6, 4, 0])  # out of range in rank 0's half
@@ -197,6 +197,18 @@ def test_what_overwrites_heals(mesh: Mesh, overwrite: Callable[[Any], Any]) -> N
     assert w.sum().item() == 0
 
 
+def stop_once_it_waits(mesh: Mesh) -> threading.Thread:
+    """Press Stop, from a thread, when the main thread waits for the mesh."""
+
+    def press() -> None:
+        when(lambda: not mesh.session.foreground.is_idle)
+        mesh.session.foreground.interrupt()
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    return pressing
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["the first step", "a recorded step"])
 def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Path, recorded: bool) -> None:
     training = made("here", mesh)
@@ -205,16 +217,9 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
     opened = tmp_path / "opened"
     mesh.run("import os, time")
     busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
-    session = mesh.session
     loss = step(good) if recorded else training.step(GOOD)  # behind the cell
 
-    def press() -> None:
-        while session.foreground.is_idle:  # until it waits for the loss
-            threading.Event().wait(0.01)
-        session.foreground.interrupt()
-
-    pressing = threading.Thread(target=press)
-    pressing.start()
+    pressing = stop_once_it_waits(mesh)  # for the loss
     with pytest.raises(CellInterrupted):
         loss.item()
     pressing.join(WAIT_S)
@@ -229,20 +234,14 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
 
 def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: Mesh, tmp_path: Path) -> None:
     x, opened = meshbook.distribute(torch.ones(4), mesh), tmp_path / "opened"
-    engine, session = engine_of(mesh), mesh.session
+    engine = engine_of(mesh)
     mesh.run("import os, time")
     busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
     y = x + 1
     engine.flush()  # behind the cell
     engine.sender._must_drain = True  # as where groups have broken: one batch after the other
 
-    def press() -> None:
-        while session.foreground.is_idle:  # until it waits for the batch
-            threading.Event().wait(0.01)
-        session.foreground.interrupt()
-
-    pressing = threading.Thread(target=press)
-    pressing.start()
+    pressing = stop_once_it_waits(mesh)  # for the batch
     z = x + 2
     with pytest.raises(CellInterrupted):
         engine.flush()

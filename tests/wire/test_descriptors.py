@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -13,7 +11,7 @@ from meshbook.clock import ManualClock
 from meshbook.wire.descriptor_reserve import DescriptorReserve
 from meshbook.wire.descriptors import describe_shortage, is_shortage
 from meshbook.wire.loop import Loop
-from tests.budget import WAIT_S
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
@@ -33,8 +31,7 @@ def lowest_free():
 
 def run(source: str) -> str:
     """What a program prints, whose limit is its own."""
-    program = PROGRAM + textwrap.dedent(source)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = run_python(PROGRAM + textwrap.dedent(source))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
