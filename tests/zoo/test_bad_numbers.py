@@ -80,6 +80,41 @@ def test_a_module_that_is_spread_over_the_mesh_is_watched(mesh: Mesh) -> None:
     assert found == ("Spread", "log", "forward")
 
 
+class Stage(torch.nn.Module):
+    """A block of a pipeline, which divides by zero on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any, rank: int) -> Any:
+        here = self.linear(x)
+        if torch.distributed.get_rank() == rank and x.requires_grad:  # not where a block is tried
+            here = here / torch.zeros(8)
+        return self.last(here)
+
+
+class Stages(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = torch.nn.ModuleList(Stage() for _ in range(4)), torch.nn.Linear(8, 1)
+
+    def forward(self, x: Any, rank: int) -> Any:
+        for block in self.blocks:
+            x = block(x, rank)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_stage_of_a_pipeline_where_numbers_become_bad_is_named_and_no_other(mesh: Mesh, rank: int) -> None:
+    torch.manual_seed(0)
+    model = distribute(Stages(), mesh, strategy="pp")
+    mesh.nan(True)
+    model(torch.randn(8, 8), rank).sum().item()
+    ((found_by, found),) = heard(mesh).findings
+    assert (found_by, found.op, found.phase) == (rank, "div", "forward")
+
+
 def found_remotely(mesh: Mesh) -> tuple[int, str, str]:
     """The rank, the operation and the text of the one finding."""
     ((rank, found),) = heard(mesh).findings

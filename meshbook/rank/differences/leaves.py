@@ -49,7 +49,9 @@ class LeafWatch:
         self._guarded = guarded
         # modules that run, their arguments, collectives before them
         self._stack: list[tuple[nn.Module, Any, int]] = [(root, args, num_collectives())]
-        self._last_good = num_collectives()  # collectives begun when numbers were last seen to be finite
+        # When numbers were last seen to be finite: the collectives begun until then, and how often others' had come.
+        self._last_good = num_collectives(), inputs.num_received
+        self._is_again = False  # a module runs again, to find its operation
         self._last_gradient: tuple[nn.Module, Any, torch.Tensor] | None = None  # the last good one
         self.found: BadOperation | None = None
         self.is_from_elsewhere = False
@@ -59,10 +61,14 @@ class LeafWatch:
         return self.found is not None or self.is_from_elsewhere
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        if self._is_again:
+            return
         self._stack.append((module, args, self._num_collectives()))
 
     def leave(self, module: nn.Module, outputs: Any) -> None:
         """Look at a module that has ended; of an exception `outputs` is None."""
+        if self._is_again:
+            return
         while self._stack:
             ended, args, _ = self._stack.pop()
             if ended is module:
@@ -83,7 +89,7 @@ class LeafWatch:
                 output.register_hook(  # type: ignore[no-untyped-call]
                     self._guarded(functools.partial(self._gradient_came, module, args, place))
                 )
-        self._last_good = self._num_collectives()
+        self._last_good = self._num_collectives(), self._inputs.num_received
 
     def _explain(self, module: nn.Module, args: Any, place: Place | None) -> None:
         path = self._names.get(id(module), "")
@@ -93,7 +99,7 @@ class LeafWatch:
         elif bad:
             self.found = BadOperation(f"{path}.{bad[0]}", "", "parameter", place, "", None)
         elif not numbers.kinds(numbers.tensors_in(args)):
-            self.found = self._run_leaf(module, args, None) or BadOperation(path, "", "forward", place, "", None)
+            self.found = self._run_again(module, args, None) or BadOperation(path, "", "forward", place, "", None)
         elif self._came_by_collective():
             self.is_from_elsewhere = True
         else:
@@ -107,7 +113,10 @@ class LeafWatch:
         if part is None:
             return
         if numbers.is_finite(numbers.total(part)) or not numbers.kinds([gradient]):
-            self._last_good, self._last_gradient = self._num_collectives(), (module, args, gradient)
+            self._last_good = self._num_collectives(), self._inputs.num_received
+            self._last_gradient = module, args, gradient
+        elif self._have_received():
+            self.is_from_elsewhere = True
         elif self._last_gradient is None:
             self.found = BadOperation("", "", "loss", None, "", None)
         elif self._came_by_collective():
@@ -116,18 +125,18 @@ class LeafWatch:
             later, later_args, good = self._last_gradient
             path = self._names.get(id(later), "")
             between = BadOperation(_common(path, self._names.get(id(module), "")), "", "backward", place, "", None)
-            self.found = self._run_leaf(later, later_args, good) or between
+            self.found = self._run_again(later, later_args, good) or between
 
     def _came_by_collective(self) -> bool:
         """Whether a collective of activations or gradients was begun since numbers were good, with good input."""
         carriers = [
-            op for op in self._inputs.ops_since(self._last_good) if not (self._is_fsdp and op.startswith(_OF_FSDP))
+            op for op in self._inputs.ops_since(self._last_good[0]) if not (self._is_fsdp and op.startswith(_OF_FSDP))
         ]
-        return bool(carriers) and self._inputs.first_bad() is None
+        return self._have_received() or (bool(carriers) and self._inputs.first_bad() is None)
 
-    def _run_leaf(self, module: nn.Module, args: Any, gradient: torch.Tensor | None) -> BadOperation | None:
-        found = rerun.first_bad_of(ModuleStack(module), lambda: module.forward(*args), args, gradient)
-        return _below(self._names.get(id(module), ""), found)
+    def _have_received(self) -> bool:
+        """Whether numbers of others alone have come since numbers were good, and this rank gave good ones."""
+        return self._inputs.num_received > self._last_good[1] and self._inputs.first_bad() is None
 
     def _run_around(self) -> BadOperation | None:
         """Run the module around the leaf again, if it had no collective of its own before it came here."""
@@ -137,7 +146,14 @@ class LeafWatch:
         has_collectives = any(not (self._is_fsdp and op.startswith(_OF_FSDP)) for op in self._inputs.ops_since(before))
         if has_collectives or any(isinstance(each, FSDPModule) for each in module.modules() if each is not module):
             return None
-        found = rerun.first_bad_of(ModuleStack(module), lambda: module.forward(*args), args, None)
+        return self._run_again(module, args, None)
+
+    def _run_again(self, module: nn.Module, args: Any, gradient: torch.Tensor | None) -> BadOperation | None:
+        self._is_again = True
+        try:
+            found = rerun.first_bad_of(ModuleStack(module), lambda: module.forward(*args), args, gradient)
+        finally:
+            self._is_again = False
         return _below(self._names.get(id(module), ""), found)
 
 

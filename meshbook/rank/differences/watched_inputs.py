@@ -14,14 +14,18 @@ from meshbook.rank.process_groups.ring import Collective
 _MAX_INPUTS = 1024
 # Collectives whose input is the second argument; of the others it is the first.
 _INPUT_IS_SECOND = ("all_gather", "all_to_all", "reduce_scatter", "gather")
-_WITHOUT_INPUT = ("recv", "scatter", "barrier")
+_WITHOUT_INPUT = ("scatter", "barrier")
 
 
 class CollectiveInputs:
-    """Observes the collectives of all groups of a rank."""
+    """Observes the collectives of all groups of a rank.
+
+    Attributes:
+        num_received: how often numbers have come that only other ranks gave: of a receive, a broadcast, a scatter.
+    """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._rank, self.num_received = rank, 0
         self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
 
     @property
@@ -30,7 +34,7 @@ class CollectiveInputs:
 
     def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         op = collective.op
-        if op in _WITHOUT_INPUT or (op == "broadcast" and not self._is_source(collective, arguments)):
+        if op in _WITHOUT_INPUT or self._only_receives(collective, arguments):
             return
         at = 1 if op.startswith(_INPUT_IS_SECOND) else 0
         for tensor in numbers.tensors_in(arguments[at] if len(arguments) > at else ()):
@@ -39,7 +43,8 @@ class CollectiveInputs:
                 self._totals.append((collective, numbers.total(part)))
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
-        pass
+        # A receive may be begun long before its numbers come.
+        self.num_received += self._only_receives(collective, arguments)
 
     def failed(self, collective: Collective, error: BaseException) -> None:
         pass
@@ -58,6 +63,10 @@ class CollectiveInputs:
 
     def clear(self) -> None:
         self._totals.clear()
+
+    def _only_receives(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
+        is_from_one = collective.op in ("broadcast", "scatter")
+        return collective.op == "recv" or (is_from_one and not self._is_source(collective, arguments))
 
     def _is_source(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
         root = getattr(arguments[-1], "rootRank", None)
