@@ -129,6 +129,16 @@ class Narrowing(models.MLP):
         return super().forward(x)[..., :4]
 
 
+class Counting(models.MLP):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return super().forward(x)
+
+
 class Failing(models.MLP):
     def forward(self, x: Any) -> Any:
         raise ValueError("these blocks do not like their input")
@@ -155,6 +165,7 @@ def tied() -> nn.Module:
             lambda: Chain(make=Narrowing),
             r"blocks\.\{0,2\} is called with a tensor of the shape \[4, 8\] and does not give",
         ),
+        (lambda: Chain(make=Counting), r"forward writes to blocks\.\{0,2\}\.calls, once for each microbatch"),
         (lambda: Chain(make=Failing), "these blocks do not like their input"),
     ],
 )

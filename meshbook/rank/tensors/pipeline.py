@@ -228,7 +228,7 @@ class StageRun:
         ]
         arrivals = [] if chain.stage == 0 else [self._receive(part, chain.stage - 1) for part in inputs]
         departures, outputs = [], []
-        with torch.set_grad_enabled(with_graph), chain.fork_rng():
+        with torch.set_grad_enabled(with_graph), chain.fork_rng(), self._buffers_unchanged():
             before = rng_states()
             for number, (rows, part) in enumerate(zip(self._rows, inputs, strict=True)):
                 if arrivals:
@@ -293,6 +293,27 @@ class StageRun:
                 return self._result.run(block, self._parameters[at], call, hidden, rows)
 
         return run
+
+    @contextlib.contextmanager
+    def _buffers_unchanged(self) -> Iterator[None]:
+        """Context after which the buffers of this stage's blocks must be as before: no other stage has heard of it.
+
+        Raises:
+            UsageError: a block has written to one.
+        """
+        span = self._chain.spans[self._chain.stage]
+        buffers = [
+            (f"{self._chain.names[index]}.{name}", buffer, buffer._version)
+            for index in span
+            for name, buffer in self._chain.blocks[index].named_buffers()
+        ]
+        yield
+        for name, buffer, version in buffers:
+            if buffer._version != version:
+                raise UsageError(
+                    f"forward writes to {name}, once for each microbatch and on one stage alone; keep such a state "
+                    'outside of the blocks of a pipeline, or take another strategy, such as "fsdp"'
+                )
 
     def _send(self, tensor: torch.Tensor, stage: int) -> Any:
         return dist.isend(tensor, group=self._chain.group, group_dst=stage)
