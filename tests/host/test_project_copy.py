@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(tmp_path / "run"))
-    (tmp_path / "run" / "meshbook").mkdir(parents=True, mode=0o700)
-    bench = Bench(tmp_path)
-    yield bench
-    bench.copy.close()
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="mbp", dir="/tmp") as folder:  # pytest's may be too deep for sockets
+        monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", f"{folder}/run")
+        (Path(folder) / "run" / "meshbook").mkdir(parents=True, mode=0o700)
+        bench = Bench(Path(folder))
+        yield bench
+        bench.copy.close()
 
 
 def test_what_differs_comes_and_what_is_gone_goes_with_its_folders_and_bytecode(bench: Bench) -> None:
