@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import getpass
+import secrets
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 from meshbook.fold import rendering
 from meshbook.ids import Ranks
@@ -60,7 +62,7 @@ class Console:
         return "".join(self._text)
 
     def _write_line(self, line: messages.Line) -> None:
-        text = rendering.render_line(line, self.ranks, colour=_supports_color(line.stream))
+        text = rendering.render_line(line, self.ranks, colour=_is_terminal(line.stream))
         if line.live:
             self._write(line.stream, "\r" + text)
             self._progress_shown = True
@@ -72,6 +74,48 @@ class Console:
     def _write(self, stream: str, text: str) -> None:
         if self._echo:
             (sys.stderr if stream == "stderr" else sys.stdout).write(text)
+
+
+class StatusLine:
+    """One line that is updated, in a notebook's cell or on a terminal. It is cleared when the block ends without error.
+
+    Attributes:
+        is_updated: False: standard output is a file or a pipe, where each state is a line of its own.
+    """
+
+    def __init__(self) -> None:
+        self._shell = _jupyter_shell()
+        self._display_id = f"meshbook-{secrets.token_hex(8)}"
+        self._shown = ""
+        self.is_updated = self._shell is not None or _is_terminal("stdout")
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._shown and self.is_updated:
+            if kind is None:
+                self.show("")
+            elif self._shell is None:
+                print(flush=True)
+
+    def show(self, text: str) -> None:
+        """Show this text in place of the one before."""
+        if self._shell is not None:
+            self._shell.display_pub.publish(
+                {"text/plain": text}, transient={"display_id": self._display_id}, update=bool(self._shown)
+            )
+        elif self.is_updated:
+            print(f"\r{text}\x1b[K", end="", flush=True)
+        else:
+            print(text, flush=True)
+        self._shown = text or self._shown
+
+
+def _jupyter_shell() -> Any:
+    """Return IPython's shell if a Jupyter kernel runs in this process, else None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 def _wrap_for_marimo(text: str) -> str:
@@ -88,9 +132,8 @@ def find_prompter() -> Prompter | None:
     cell = page.running_cell()
     if cell is not None and cell.mode != "script":
         return _prompt_in_marimo if cell.mode == "edit" else None  # readers of a running notebook cannot type
-    jupyter = getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel", None)
-    if jupyter is not None:  # it has replaced input() and getpass()
-        return prompt_on_terminal if getattr(jupyter, "_allow_stdin", False) else None
+    if (shell := _jupyter_shell()) is not None:  # its kernel has replaced input() and getpass()
+        return prompt_on_terminal if getattr(shell.kernel, "_allow_stdin", False) else None
     return prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
 
 
@@ -103,6 +146,6 @@ def prompt_on_terminal(prompt: str, password: bool) -> str | None:
     return getpass.getpass(prompt) if password else input(prompt)
 
 
-def _supports_color(stream: str) -> bool:
+def _is_terminal(stream: str) -> bool:
     isatty = getattr(sys.stderr if stream == "stderr" else sys.stdout, "isatty", None)
     return bool(isatty is not None and isatty())

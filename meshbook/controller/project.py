@@ -70,6 +70,11 @@ class SyncedProject:
         """Take note that the mesh was started with these files."""
         self._sent = files
 
+    def notes(self) -> list[str]:
+        """Return what is to be known of the copies: what becomes of them, and what is not in them."""
+        text = f"ranks work in a copy of {self.folder.root}, which is removed with the mesh: save results elsewhere"
+        return [text, *describe_left_out(self.folder.left_out)]
+
     def sync(self) -> Synced:
         """Bring the files to all machines. Blocks. Raises SyncError: some machine does not have them."""
         return self._send(self.look())

@@ -7,6 +7,7 @@ nothing itself: output goes to the handler it is given.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,9 @@ from meshbook.wire import messages
 from meshbook.wire.messages import MeshSpec, ProjectFile
 
 Files = tuple[ProjectFile, ...]
+
+# Called with what a start waits for, whenever that changes.
+OnWaiting = Callable[[messages.MeshStarting], object]
 
 _STOP_TIMEOUT_S = 15.0
 _QUERY_TIMEOUT_S = 3.0
@@ -79,7 +83,9 @@ class Session:
 
     # ---- start, stop, detach
 
-    def start(self, axes: MeshAxes, spec: MeshSpec, files: Files = (), *, timeout_s: float) -> messages.MeshReady:
+    def start(
+        self, axes: MeshAxes, spec: MeshSpec, files: Files = (), *, timeout_s: float, on_waiting: OnWaiting
+    ) -> None:
         """Start the ranks and wait until their process group is ready; queues, and files on their way, do not count.
 
         Raises:
@@ -89,7 +95,7 @@ class Session:
         call = self.connection.next_call_id()
         command = messages.StartMesh(call=call, spec=spec, files=files)
         try:
-            ready = _request_start(self.connection, command, timeout_s)
+            _request_start(self.connection, command, timeout_s, on_waiting)
         except TimeoutError:
             advice = _network_advice(self.connection) if spec.on else ""
             self.stop()
@@ -103,7 +109,6 @@ class Session:
             self.stop()
             raise
         self.axes = axes
-        return ready
 
     def stop(self) -> None:
         """Stop the mesh: every rank, the supervisor, their sockets. Waits until they have exited."""
@@ -363,27 +368,41 @@ def _network_advice(connection: SupervisorConnection) -> str:
 
 
 def _request_start(
-    connection: SupervisorConnection, command: messages.StartMesh, timeout_s: float
+    connection: SupervisorConnection, command: messages.StartMesh, timeout_s: float, on_waiting: OnWaiting
 ) -> messages.MeshReady:
-    """Start a mesh. While it waits for machines, what their launcher's queue says is printed.
+    """Start a mesh.
 
     Raises:
-        TimeoutError: it did not start within this time, not counting the time in the queue.
+        TimeoutError: it did not start within this time, not counting the time in its launcher's queue.
     """
-    queue_states: SimpleQueue[str | None] = SimpleQueue()  # None: the start has ended
-    connection.listeners.report_handlers[messages.MeshQueued] = lambda report: queue_states.put(report.state)
+    reports: SimpleQueue[messages.MeshStarting | None] = SimpleQueue()  # None: the start has ended
+    connection.listeners.report_handlers[messages.MeshStarting] = reports.put
     future = connection.request(command)
-    future.add_done_callback(lambda _: queue_states.put(None))
-    left_s: float | None = timeout_s
-    try:
-        while (state := queue_states.get(timeout=left_s)) is not None:
-            left_s = None if state else timeout_s
-            if state:
-                print(state, flush=True)
-    except Empty:
-        raise TimeoutError from None
+    future.add_done_callback(lambda _: reports.put(None))
+    deadline: float | None = time.monotonic() + timeout_s
+    while (report := _next_report(reports, deadline)) is not None:
+        if report.is_queued:
+            deadline = None
+        elif deadline is None:
+            deadline = time.monotonic() + timeout_s
+        on_waiting(report)
     ready: messages.MeshReady = future.result()
     return ready
+
+
+def _next_report(
+    reports: SimpleQueue[messages.MeshStarting | None], deadline: float | None
+) -> messages.MeshStarting | None:
+    """Wait for the next report until a monotonic time; None: for ever. Raises TimeoutError."""
+    if deadline is None:
+        return reports.get()
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    try:
+        return reports.get(timeout=left_s)
+    except Empty:
+        raise TimeoutError from None
 
 
 def _stop_and_close(connection: SupervisorConnection, ended: threading.Event, stop: bool) -> None:

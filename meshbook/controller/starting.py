@@ -16,11 +16,12 @@ from meshbook.controller.background_output import background_output_of
 from meshbook.controller.clusters import choose_machines
 from meshbook.controller.config import MIN_LOST_AFTER_S, Defaults, current_folder, read_defaults
 from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.console import StatusLine
 from meshbook.controller.device_note import device_note
 from meshbook.controller.hosts import busy_gpus, fetch_hosts
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.project import describe_left_out, project_of
+from meshbook.controller.project import project_of
 from meshbook.controller.project_folder import find_project
 from meshbook.controller.session import Session
 from meshbook.engines import ENGINES
@@ -189,8 +190,11 @@ def launch_session(name: str, *, kind: str, orphan_ttl_s: float, stop_at_exit: b
         raise
 
 
-def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Session:
+def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec, *, quiet: bool = False) -> Session:
     """Start the ranks of a supervisor without any, and return its session. Waits until their process group is ready.
+
+    Args:
+        quiet: False shows what is waited for, if that takes more than a second.
 
     Raises:
         StartError: they did not start; nothing is left running.
@@ -202,11 +206,19 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Se
     except BaseException:
         session.stop()
         raise
-    session.start(grid, spec, files, timeout_s=read_defaults().start_timeout_s)
+    timeout_s = read_defaults().start_timeout_s
+    with StatusLine() as line:
+
+        def show(report: messages.MeshStarting) -> None:
+            # Where each state would be a line of its own, what a launcher's queue says only.
+            if report.state and not quiet and (line.is_updated or report.is_queued):
+                line.show(report.state)
+
+        session.start(grid, spec, files, timeout_s=timeout_s, on_waiting=show)
     notes = [device_note(session.info, _num_free_gpus(session, spec)), _others_note(session, spec)]
     if project is not None:
         project.started(files)
-        notes += describe_left_out(project.folder.left_out)
+        notes += project.notes()
     for note in filter(None, notes):
         background_output_of(session).notify(grid.ranks, note)
     return session
@@ -273,7 +285,7 @@ def start_prewarmed(
         env=env,
         end_on_error=True,
     )
-    return _new_mesh(start_ranks(session, grid, spec))
+    return _new_mesh(start_ranks(session, grid, spec, quiet=True))
 
 
 def make_spec(

@@ -115,7 +115,4 @@ class ProjectSync:
         size = sum(file.nbytes for file in self._current()) / (1 << 20)
         uv = "; uv sync --frozen runs there" if project.uv is not None else ""
         machines = f"{num_hosts} machine{'s'[: num_hosts != 1]}"
-        return (
-            f"{project.root} goes to {machines}: {num_files} file{'s'[: num_files != 1]}, {size:.1f} MiB{uv}. Ranks "
-            "work in that copy, which is removed with the mesh: save results elsewhere"
-        )
+        return f"{project.root} goes to {machines}: {num_files} file{'s'[: num_files != 1]}, {size:.1f} MiB{uv}"

@@ -116,9 +116,10 @@ class RankChanges:
             return self._startup.host_ready(host, report, now)
         return self.healing.host_ready(host, now)
 
-    def host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> None:
+    def host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> list[Effect]:
         self._ranks.heartbeat(report.ranks, now, is_starting=self._startup.is_pending)
         self.spares.reported(host, report.spares)
+        return self._startup.host_heartbeat(report)
 
     def host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Effect]:
         """Handle a host that could not be started."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from meshbook.ids import name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, Shutdown, StartHosts
 from meshbook.supervisor.group_state import GroupState
@@ -35,8 +36,11 @@ class MeshStartup:
         self._machines = machines
         self.spec: MeshSpec | None = None
         self.files: tuple[messages.ProjectFile, ...] = ()
+        self._is_queued = False  # machines, or the files that their ranks need, are waited for
         self._pending: tuple[str, messages.StartMesh, float] | None = None  # client, its command, since
         self._hosts_ready: set[int] = set()
+        self._rank_infos: dict[int, messages.RankInfo] = {}  # as their hosts last reported them
+        self._sent_state = ""  # what the client that waits was last sent
 
     @property
     def is_pending(self) -> bool:
@@ -61,11 +65,39 @@ class MeshStartup:
         return [StartHosts(spec, self._ranks.hosts)]
 
     def queued(self, state: str) -> list[Effect]:
-        """Tell the client that waits what the launcher's queue says; "": the machines are there."""
+        """Send the client that waits what the launcher's queue says, or which files travel; "": that is over."""
+        self._is_queued = bool(state)
+        return self._send_state(state)
+
+    def host_heartbeat(self, report: messages.HostHeartbeat) -> list[Effect]:
+        """Send the client that waits how many ranks are ready, when that has changed."""
         if self._pending is None:
             return []
+        self._rank_infos.update({info.rank: info for info in report.ranks})
+        return [] if self._is_queued else self._send_state(self._describe_state())
+
+    def _send_state(self, state: str) -> list[Effect]:
+        if self._pending is None or state == self._sent_state:
+            return []
         client, command, _ = self._pending
-        return [SendToClient(client, messages.MeshQueued(call=command.call, state=state))]
+        self._sent_state = state
+        report = messages.MeshStarting(call=command.call, state=state, is_queued=self._is_queued)
+        return [SendToClient(client, report)]
+
+    def _describe_state(self) -> str:
+        """Return how many ranks are ready, and what is waited for."""
+        assert self.spec is not None
+        if missing := [host for host in self._ranks.hosts if host not in self._hosts_ready]:
+            hosts = ", ".join(self._machines.who(host) for host in missing)
+            return f"{len(self._hosts_ready)} of {len(self._ranks.hosts)} hosts are ready; waiting for {hosts}"
+        infos = [self._rank_infos.get(rank) for rank in self._ranks.all]
+        waiting = [rank for rank, info in enumerate(infos) if info is None or info.state == "starting"]
+        ready = f"{len(infos) - len(waiting)} of {len(infos)} ranks are ready"
+        if not waiting:
+            return f"{ready}; they form their process groups"
+        if all(info is None or info.pid is None for info in infos):
+            return f"{ready}; waiting for {'torch to be imported' if self.spec.torch else 'their processes'}"
+        return f"{ready}; waiting for {name_ranks(waiting)}"
 
     def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
         """Have a host start its ranks; with the last host, have the ranks form their groups.

@@ -312,8 +312,8 @@ class MeshState:
 
     def _host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> list[Effect]:
         report = self._ranks.without_former(report)
-        self.changes.host_heartbeat(host, report, now)
-        return self._monitoring.host_heartbeat(report, now)
+        starting = self.changes.host_heartbeat(host, report, now)
+        return [*starting, *self._monitoring.host_heartbeat(report, now)]
 
     def _ranks_exited(self, reports: tuple[messages.RankExited, ...], now: float) -> list[Effect]:
         """Handle exits of the same moment: a client that hears of one hears of all."""

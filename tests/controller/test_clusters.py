@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,16 +104,36 @@ def test_slurm_chooses_the_machines_and_each_gpu_that_it_is_asked_for_gets_a_ran
         choose_machines("slurm://gpu", LAB, nodes=2, gpus_per_node=None)
 
 
-def test_the_time_in_a_queue_is_not_that_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    start = messages.StartMesh(call=CallId("1"), spec=messages.MeshSpec(axes={"rank": 1}))
+START = messages.StartMesh(call=CallId("1"), spec=messages.MeshSpec(axes={"rank": 1}))
+
+
+def start_of(queue: Queue, timeout_s: float, on_waiting: Callable[[messages.MeshStarting], None]) -> Any:
+    return _request_start(queue, START, timeout_s, on_waiting)  # type: ignore[arg-type]
+
+
+def test_the_time_in_a_queue_is_not_that_of_the_start() -> None:
+    seen: list[messages.MeshStarting] = []
     with pytest.raises(TimeoutError):
-        _request_start(Queue(["it is PENDING", ""]), start, 0.01)  # type: ignore[arg-type]
+        start_of(Queue(["it is PENDING", ""]), 0.01, seen.append)
     with pytest.raises(TimeoutError):
-        _request_start(Queue([]), start, 0.01)  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "it is PENDING\n"
-    queue = Queue(["it is PENDING (Priority)"])
-    with contextlib.redirect_stdout(WhenWritten(queue.start)):  # it would wait for ever, and does not give up before
-        assert _request_start(queue, start, 0.0) == "ready"  # type: ignore[arg-type]
+        start_of(Queue([]), 0.01, seen.append)
+    assert [(report.state, report.is_queued) for report in seen] == [("it is PENDING", True), ("", False)]
+    queue = Queue(["it is PENDING (Priority)"])  # it would wait for ever, and does not give up before
+    assert start_of(queue, 0.01, lambda _: queue.start()) == "ready"
+
+
+def test_ranks_that_become_ready_do_not_lengthen_the_time_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    queue = Queue([""])
+    monkeypatch.setattr("meshbook.controller.session.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def a_second_has_passed(report: messages.MeshStarting) -> None:
+        clock[0] += 1.0
+        queue.report(report.state) if clock[0] < 20.0 else queue.start()
+
+    with pytest.raises(TimeoutError):
+        start_of(queue, 10.0, a_second_has_passed)
+    assert clock[0] == 10.0
 
 
 class Queue:
@@ -125,22 +145,12 @@ class Queue:
 
     def request(self, command: messages.StartMesh) -> Future[str]:
         for state in self._states:
-            self.listeners.report_handlers[messages.MeshQueued](messages.MeshQueued(call=command.call, state=state))
+            self.report(state)
         return self._future
+
+    def report(self, state: str) -> None:
+        report = messages.MeshStarting(call=START.call, state=state, is_queued=bool(state))
+        self.listeners.report_handlers[messages.MeshStarting](report)
 
     def start(self) -> None:
         self._future.set_result("ready")
-
-
-class WhenWritten(io.StringIO):
-    """Does something when the first text is written."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        super().__init__()
-        self._action: Callable[[], None] | None = action
-
-    def write(self, text: str) -> int:
-        action, self._action = self._action, None
-        if action is not None:
-            action()
-        return super().write(text)

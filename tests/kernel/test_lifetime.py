@@ -114,6 +114,14 @@ def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted() -> Non
         when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
 
 
+def test_one_line_says_what_a_start_waits_for_and_is_gone_when_the_ranks_are_ready() -> None:
+    with kernel() as front:
+        cell = front.send("%mesh start -n 2 --fresh")
+        front.wait_until_shown(cell, lambda cell: "of 2 ranks are ready" in cell.text)
+        assert "is ready, after" in front.wait(cell).stdout
+        assert [output["data"]["text/plain"] for output in cell.outputs if output["type"] == "display_data"] == [""]
+
+
 def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart() -> None:
     with kernel() as front:
         front.run("x = rank")

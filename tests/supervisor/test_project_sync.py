@@ -56,19 +56,19 @@ def test_ranks_start_when_their_machine_has_the_files_and_the_wait_counts_as_a_q
     for host, effects in enumerate((first, second)):
         (sent,) = steps_of(effects, s.SendToHosts)
         assert sent == s.SendToHosts((host,), messages.SyncFiles(CallId(f"files-{host}"), "/p", FILES, "sub"))
-    (queued,) = messages_of(first, messages.MeshQueued)
-    assert queued.state.startswith("/p goes to 2 machines: 1 file, 0.0 MiB; uv sync --frozen runs there. Ranks work")
+    (queued,) = messages_of(first, messages.MeshStarting)
+    assert queued.state == "/p goes to 2 machines: 1 file, 0.0 MiB; uv sync --frozen runs there"
     assert messages_of(synced(world, 0, "files-0"), messages.StartRanks) == []
     last = synced(world, 1, "files-1")
-    assert [queued.state for queued in messages_of(last, messages.MeshQueued)] == [""]
+    assert [queued.state for queued in messages_of(last, messages.MeshStarting)] == [""]
     assert [start.ranks for start in messages_of(last, messages.StartRanks)] == [(0,), (1,)]
 
 
 def test_a_machine_that_comes_when_the_first_has_the_files_is_waited_for_too() -> None:
     world = starting()
     ready(world, 0)
-    assert [queued.state for queued in messages_of(synced(world, 0, "files-0"), messages.MeshQueued)] == [""]
-    assert [queued.state for queued in messages_of(ready(world, 1), messages.MeshQueued)] == ["n2 gets the project too"]
+    assert [queued.state for queued in messages_of(synced(world, 0, "files-0"), messages.MeshStarting)] == [""]
+    assert [queued.state for queued in messages_of(ready(world, 1), messages.MeshStarting)] == ["n2 gets the project too"]
     assert messages_of(synced(world, 1, "files-1"), messages.StartRanks)
 
 

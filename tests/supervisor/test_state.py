@@ -323,6 +323,29 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     assert play() == play()
 
 
+def test_who_waits_for_a_start_is_sent_how_many_ranks_are_ready_and_what_the_others_wait_for() -> None:
+    world = World(num_ranks=2, num_hosts=2, start=False)
+    world.say(messages.StartMesh(call="start", spec=world.spec))
+
+    def states_after(host: int, info: messages.RankInfo | None) -> list[str]:
+        steps = world.host(messages.HostHeartbeat(host=host, ranks=() if info is None else (info,)), host)
+        return [report.state for report in messages_of(steps, messages.MeshStarting)]
+
+    starting = [messages.RankInfo(rank=rank, state="starting", host="box", pid=9) for rank in range(2)]
+    world.host(messages.HostReady(host=0, hostname="box", pid=3), 0)
+    assert states_after(0, None) == ["1 of 2 hosts are ready; waiting for host 1"]
+    assert states_after(0, None) == [], "nothing has changed"
+    world.host(messages.HostReady(host=1, hostname="box", pid=3), 1)
+    assert states_after(0, None) == ["0 of 2 ranks are ready; waiting for torch to be imported"]
+    assert states_after(0, starting[0]) == ["0 of 2 ranks are ready; waiting for ranks 0-1"]
+    assert states_after(1, msgspec.structs.replace(starting[1], state="busy")) == [
+        "1 of 2 ranks are ready; waiting for rank 0"
+    ]
+    assert states_after(0, msgspec.structs.replace(starting[0], state="idle")) == [
+        "2 of 2 ranks are ready; they form their process groups"
+    ]
+
+
 def test_a_rank_that_is_done_with_its_part_of_a_cell_is_idle_once_its_host_says_so() -> None:
     world = World(num_ranks=2)
     world.now = 10.0

@@ -229,7 +229,7 @@ HostReport = (
 )
 SupervisorReport = (
     Welcome
-    | MeshQueued
+    | MeshStarting
     | MeshReady
     | MeshHealed
     | MeshChanged

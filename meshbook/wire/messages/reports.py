@@ -217,11 +217,12 @@ class Welcome(Message):
     open_calls: tuple[OpenCall, ...] = ()
 
 
-class MeshQueued(Message):
-    """A mesh that is to start waits for its machines in the queue of their launcher."""
+class MeshStarting(Message):
+    """What a mesh that is to start waits for."""
 
     call: CallId
-    state: str  # what the queue says: "Slurm: job 7 is PENDING (Priority)"; "": the machines are there
+    state: str  # "Slurm: job 7 is PENDING (Priority)", "3 of 4 ranks are ready; waiting for rank 3"; "": not known
+    is_queued: bool = False  # it waits for its machines in the queue of their launcher, which says so
 
 
 class MeshReady(Message):
