@@ -945,6 +945,21 @@ def test_tqdm_is_text_here() -> None:
         """)
 
 
+@pytest.mark.usefixtures("starts_processes")
+def test_bars_of_tqdm_notebook_are_text_here_and_end_at_their_last_state() -> None:
+    """In a process of its own: which kind of bar tqdm.notebook has is decided when it is imported."""
+    alone("""
+        run("from tqdm.notebook import tqdm, trange\\nimport tqdm.notebook as bars")
+        (item,) = run("for i in tqdm(range(3), desc='steps', ncols='100%', display=True): pass")
+        assert isinstance(item, Text), item
+        assert item.stream == "stderr" and "steps: 100%" in item.text
+        (item,) = run("for i in bars.tnrange(5):\\n    if i == 3: break")
+        assert "60%" in item.text or "3/5" in item.text, item
+        (item,) = run("import tqdm\\nfor i in tqdm.tqdm_notebook([1, 2]): pass")
+        assert "2/2" in item.text, item
+        """)
+
+
 @pytest.mark.parametrize("first", ["pass", "%matplotlib inline"])
 @pytest.mark.usefixtures("starts_processes")
 def test_figures_are_shown_at_the_end_of_the_cell(first: str) -> None:

@@ -39,6 +39,7 @@ from meshbook.rank.cells.event_loop import CellEventLoop
 from meshbook.rank.cells.namespace import is_user_name
 from meshbook.rank.cells.no_terminal import Exiter, TerminalReplacement
 from meshbook.rank.cells.shell_storage import InMemoryProfileDir, MemoryStore, RankHistory, without_database
+from meshbook.rank.cells.text_bars import TextBars
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.previews import import_completion
@@ -147,6 +148,7 @@ class RankShell(InteractiveShell):
         self.undo.callback(setattr, sys, "excepthook", sys.excepthook)
         sys.excepthook = self.excepthook
         self.terminal.install(self.undo)
+        TextBars().install(self.undo)
 
     def close(self) -> None:
         """Undo `install`, so that another shell can be created in this process."""
