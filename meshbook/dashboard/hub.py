@@ -25,6 +25,7 @@ from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.dashboard import view
 from meshbook.dashboard.charts import Message
 from meshbook.dashboard.view import UpdateEncoder
+from meshbook.diagnose.findings import dated
 from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 
@@ -301,7 +302,7 @@ class DashboardHub:
                 ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
                 return [view.stacks_message(mesh.stacks(ranks), ranks)]
             case "why":
-                found = mesh.why().findings
+                found = dated(mesh.why().findings, time.time())
                 with client.lock:
                     return [client.encoder.record_why(self.snapshot, found)]
             case "logs":

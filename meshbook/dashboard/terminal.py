@@ -5,6 +5,7 @@ From `FOLD_FROM_RANKS` ranks on, ranks in the same state share a row. Text from 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -21,7 +22,7 @@ from meshbook.controller.starting import attach
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.controller.tables import format_bytes, format_spread
 from meshbook.dashboard import view
-from meshbook.diagnose.findings import Finding
+from meshbook.diagnose.findings import Finding, dated
 from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.wire.messages import RankStatus
@@ -191,7 +192,7 @@ class TopApp(App[None]):
     def action_why(self) -> None:
         def why() -> str:
             found = self._mesh.why()
-            self._why_result = found.findings, self._source.snapshot.calls
+            self._why_result = dated(found.findings, time.time()), self._source.snapshot.calls
             return found.text
 
         self.run_query("looking ...", why)

@@ -264,7 +264,7 @@ def finding_message(found: Finding) -> Message:
         "text": found.sentence,
         "ranks": "" if found.kind in BENIGN_KINDS else format_ranks(found.ranks) if found.ranks else "",
         "involved": format_ranks({*found.ranks, *found.others}) if found.ranks or found.others else "",
-        "evidence": list(found.evidence),
+        "evidence": list(found.lines),
         "next": found.next_step,
         "copy": as_text([found]),
     }

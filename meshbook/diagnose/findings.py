@@ -20,6 +20,7 @@ from meshbook.diagnose.cycles import find_cycles
 from meshbook.diagnose.evidence import STABLE_S, Evidence
 from meshbook.diagnose.kinds import BENIGN_KINDS, KINDS
 from meshbook.diagnose.report import Finding as Finding
+from meshbook.diagnose.report import dated as dated
 from meshbook.diagnose.report import make_finding
 from meshbook.diagnose.root_causes import find_root_causes
 from meshbook.diagnose.source_files import sanitize_line
@@ -73,7 +74,7 @@ def as_text(findings: Sequence[Finding], color: bool = False) -> str:
         lead = f"{number}. " if len(findings) > 1 else ""
         indent = " " * len(lead)
         lines = [f"{lead}{_colorize(finding.sentence, _GOOD if finding.kind in BENIGN_KINDS else _BAD, color)}."]
-        lines += [f"{indent}  {_colorize(line, _DIM, color)}" for line in finding.evidence]
+        lines += [f"{indent}  {_colorize(line, _DIM, color)}" for line in finding.lines]
         if finding.next_step:
             lines.append(f"{indent}Next: {finding.next_step}")
         paragraphs.append("\n".join(lines))

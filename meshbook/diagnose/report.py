@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from itertools import product
 from math import prod
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshbook.diagnose import snapshot_reader
 from meshbook.diagnose.evidence import Evidence
@@ -30,11 +32,24 @@ class Finding(Struct, frozen=True, omit_defaults=True):
     file: str | None = None
     sure: bool = True  # False: shown with "Perhaps"
     waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # (waiting ranks, ranks waited for, operation): "all_reduce #41"
+    looked_at: float | None = None  # wall-clock time that its durations end at; None: it is shown at once
 
     @property
     def sentence(self) -> str:
         """Return the title as shown, without a full stop; if not sure, it begins with "Perhaps"."""
         return self.title if self.sure else f"Perhaps: {self.title[:1].lower()}{self.title[1:]}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Return the evidence as shown: of a finding that stays, first when the ranks were looked at."""
+        if self.looked_at is None:
+            return self.evidence
+        return f"looked at {datetime.fromtimestamp(self.looked_at):%H:%M:%S}", *self.evidence
+
+
+def dated(found: Iterable[Finding], looked_at: float) -> tuple[Finding, ...]:
+    """Return findings that stay where they are shown, with the wall-clock time that their durations end at."""
+    return tuple(replace(one, looked_at=looked_at) for one in found)
 
 
 def make_finding(

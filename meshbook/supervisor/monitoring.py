@@ -266,24 +266,25 @@ class Monitoring:
             for one in snapshots
             if _has_busy_children(one)
         }
-        new_findings = [
+        stalls = [
             one
             for one in found
             if one.kind not in BENIGN_KINDS  # a user who waits for a slow cell knows that it is slow
             and (not one.ranks or set(probe.ranks) & {*one.ranks, *one.others})
             and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
         ]
+        new_findings = diagnose.dated(stalls, self._state.wall_time(now))
         is_certain = any(one.sure for one in new_findings)
         may_report = bool(new_findings) and self._stall_detector.may_report(probe.call, is_certain=is_certain)
         self._stall_detector.probe_ended(
             probe.call, is_reported=may_report, is_certain=may_report and is_certain, now=now
         )
         if new_findings:
-            self._findings[probe.call] = tuple(new_findings)
+            self._findings[probe.call] = new_findings
             self._publish_findings()
         if not may_report:
             return []
-        text = diagnose.as_text(tuple(new_findings[:_MAX_FINDINGS_SHOWN]), color=False)
+        text = diagnose.as_text(new_findings[:_MAX_FINDINGS_SHOWN], color=False)
         # A rank that computes is not stuck; whether its loop ends is for the user to judge.
         if all(one.kind == "python-loop" for one in new_findings):
             return [self._notify(probe.call, f"this cell computes on\n{text}")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from meshbook.controller.reports import Stacks
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.dashboard import view
 from meshbook.dashboard.view import UpdateEncoder
-from meshbook.diagnose.findings import Finding
+from meshbook.diagnose.findings import Finding, dated
 from meshbook.ids import parse_ranks
 from meshbook.wire.messages import Frame, RankSnapshot, RankStatus, ThreadStack
 from tests.dashboard.pictures import Training
@@ -72,6 +73,15 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
     assert "Next:" in finding["copy"]
     (wait,) = reported["collectives"]["waits"]
     assert (wait["op"], wait["group"], wait["inside"], wait["missing"]) == ("all_reduce", "all ranks", "0-1,3", "2")
+
+
+def test_a_finding_that_stays_says_when_its_durations_were_true() -> None:
+    found = Finding(kind="straggler", ranks=(1,), title="Rank 1 is late", evidence=("rank 0 waits, since 11 s",))
+    assert view.finding_message(found)["evidence"] == ["rank 0 waits, since 11 s"]
+    at = datetime(2026, 1, 2, 15, 3, 12).timestamp()
+    (kept,) = dated([found], at)
+    assert view.finding_message(kept)["evidence"] == ["looked at 15:03:12", "rank 0 waits, since 11 s"]
+    assert "looked at 15:03:12" in view.finding_message(kept)["copy"]
 
 
 def test_an_answer_to_why_stands_until_something_else_runs() -> None:

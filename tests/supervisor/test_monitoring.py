@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -230,8 +231,10 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
     assert steps_of(reported, s.SendToClient)[0].client == "one"
     assert "rank 3" in str(output.items[0]).lower()
     assert "all_reduce #41" in str(output.items[0])
+    looked_at = world.state.wall_time(world.now)
+    assert f"looked at {datetime.fromtimestamp(looked_at):%H:%M:%S}\n" in str(output.items[0].item.text)
     (news,) = watched(world.ring(begun, "news"))
-    assert [found["ranks"] for found in news.findings or ()] == [[3]]
+    assert [(found["ranks"], found["looked_at"]) for found in news.findings or ()] == [([3], looked_at)]
     for _ in range(100):
         assert not messages_of(world.beat(), messages.CallOutput)
         ticks = world.ring(ticks, "tick")
