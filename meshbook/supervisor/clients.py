@@ -30,6 +30,10 @@ class Client:
     has_called: bool = False  # then ranks may hold values for it
 
     @property
+    def name(self) -> str:
+        return f"{self.kind} (pid {self.pid})"
+
+    @property
     def is_agent(self) -> bool:
         return self.kind.partition(":")[0] in _AGENT_KINDS
 
@@ -76,4 +80,9 @@ class Clients:
         return max((client.orphan_ttl_s for client in self._clients.values()), default=ORPHAN_TTL_S)
 
     def descriptions(self) -> tuple[str, ...]:
-        return tuple(f"{client.kind} (pid {client.pid})" for client in self._clients.values())
+        return tuple(client.name for client in self._clients.values())
+
+    def name(self, client_id: str) -> str:
+        """Return what a user calls a client, which may have left."""
+        client = self._clients.get(client_id)
+        return client.name if client is not None else "a client that is gone"

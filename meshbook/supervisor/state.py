@@ -34,6 +34,7 @@ from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.silent_hosts import SilentHosts
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.startup import MeshStartup
+from meshbook.supervisor.waiting_cells import WaitingCells
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo
 
@@ -76,6 +77,7 @@ class MeshState:
         self._scheduler = CallScheduler(
             self._ranks, self._calls, self._groups, self._cells, self._monitoring, self._mesh_changed
         )
+        self._waiting_cells = WaitingCells(self._calls, self._clients, self.wall_time)
         self.machines = MachineTable(self._ranks, facts)
         self._silent_hosts = SilentHosts(self._ranks, self._calls, self.machines)
         self._startup = MeshStartup(self._ranks, self._groups, self._scheduler, self.machines, self.info)
@@ -189,6 +191,8 @@ class MeshState:
                 effects = self._scheduler.query_left(argument, now)
             case "release":
                 effects = [*self._silent_hosts.stop_unanswered(argument), *self._scheduler.stop_is_over(argument, now)]
+            case "waiting":
+                effects = self._waiting_cells.timer_fired(argument)
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
             case "hosts":
@@ -257,7 +261,8 @@ class MeshState:
             self._past_cells.began(command, client.id)
         if isinstance(command, messages.SaveCheckpoint) and (problem := self.saves.began(command)):
             return self._refuse(client, command.call, "MeshShapeError", problem)
-        return self._scheduler.start(client, command, body, now, self.wall_time(now))
+        started = self._scheduler.start(client, command, body, now, self.wall_time(now))
+        return [*started, *self._waiting_cells.began(command.call)]
 
     def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
         if self._startup.spec is None:

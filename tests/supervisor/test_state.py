@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -321,6 +322,31 @@ def test_the_same_events_lead_to_the_same_state() -> None:
         return world.state.info()
 
     assert play() == play()
+
+
+def test_a_cell_that_waits_for_another_clients_cell_says_once_for_which() -> None:
+    world = World(num_ranks=2)
+    world.join("two")
+
+    def notices(steps: list[s.Effect]) -> list[tuple[str | None, str]]:
+        sent = [step for step in steps if isinstance(step, s.SendToClient)]
+        outputs = [(step.client, step.message) for step in sent if isinstance(step.message, messages.CallOutput)]
+        return [(client, item.item.text) for client, output in outputs for item in output.items]  # type: ignore[union-attr]
+
+    assert not steps_of(world.run("c1"), s.SetTimer)[1:], "nothing to wait for"
+    cell = messages.RunCell(call="c2", ranks=(1,), source="y", label="cell 4")
+    (timer,) = [step for step in steps_of(world.say(cell, "two"), s.SetTimer) if step.name.startswith("waiting")]
+    mine = messages.RunCell(call="c3", ranks=(1,), source="z", label="cell 2")
+    assert [step.name for step in steps_of(world.say(mine), s.SetTimer)] == ["waiting c3"]
+    world.now = 1.0
+    since = f"{datetime.fromtimestamp(world.state.wall_time(0.0)):%H:%M:%S}"
+    assert notices(world.state.timer_fired(timer.name, world.now)) == [
+        ("two", f"cell 4 waits for cell 1 of script (pid 2), which runs on rank 1 since {since}")
+    ]
+    world.state.client_disconnected("one", world.now)
+    assert "of a client that is gone, which runs" in notices(world.state.timer_fired(timer.name, 2.0))[0][1]
+    world.finish("c1")
+    assert notices(world.state.timer_fired(timer.name, 3.0)) == [], "it runs"
 
 
 def test_who_waits_for_a_start_is_sent_how_many_ranks_are_ready_and_what_the_others_wait_for() -> None:
