@@ -146,7 +146,7 @@ def _how_lost(finished: messages.CallFinished, lost: Ranks, label: str) -> str:
             f"{how if len(ranks) == 1 else how.replace('was ', 'were ', 1)} while {label} ran"
             for (host, how), ranks in list(alike.items())[:_MAX_SUMMARIZED]
         )
-        if finished.lost[0].signal == 9:
+        if any(one.signal == 9 and not one.is_killed_by_us for one in finished.lost):
             text += ". SIGKILL is also how the system ends a process when memory runs out"
         return text
     for part in finished.outcomes:

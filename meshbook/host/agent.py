@@ -345,9 +345,8 @@ class HostAgent:
         cause, number, code = _interpret_status(record, status)
         may_be_oom = (number == signal.SIGKILL or status is None) and not record.is_killed_by_us
         oom_killed = may_be_oom and self._snapshots.has_recent_oom_kill()
-        record.exit_reason = cause or describe_exit(number, code)
-        if oom_killed:
-            record.exit_reason += " because the host ran out of memory"
+        why = " because the host ran out of memory" if oom_killed else ""
+        record.exit_reason = f"{cause or describe_exit(number, code)}{why}"
         self._sockets.drain(len(self.ledger.ranks))
         self._sockets.forget(record.rank)
         self._carry_out(self.ledger.finish_pending(record.rank, self._loop.clock.monotonic()))
@@ -362,6 +361,7 @@ class HostAgent:
             last_collective=process.crash_log.read_note(),
             oom_killed=oom_killed,
             cause=cause,
+            is_killed_by_us=record.is_killed_by_us,
         )
         process.close()
         self._values.remove_rank(record.rank)

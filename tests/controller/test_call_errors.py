@@ -91,6 +91,12 @@ def test_a_lost_rank_is_told_with_its_last_words_and_the_next_step() -> None:
     assert (error.signal, error.pid) == ("SIGKILL", 7)
 
 
+def test_memory_is_not_suspected_of_what_meshbook_has_killed() -> None:
+    ours, others = exited(is_killed_by_us=True), exited(rank=1)
+    assert "memory" not in str(error_from(finished(((0,), OK), ((2,), LOST), lost=(ours,))))
+    assert "when memory runs out" in str(error_from(finished(((0,), OK), ((1, 2), LOST), lost=(ours, others))))
+
+
 def test_a_rank_that_ended_with_its_host_is_told_with_the_cause() -> None:
     error = error_from(finished(((2,), LOST), lost=(exited(signal=None, cause="ended with its host"),)))
     assert str(error) == (

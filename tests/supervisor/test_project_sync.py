@@ -68,7 +68,9 @@ def test_a_machine_that_comes_when_the_first_has_the_files_is_waited_for_too() -
     world = starting()
     ready(world, 0)
     assert [queued.state for queued in messages_of(synced(world, 0, "files-0"), messages.MeshStarting)] == [""]
-    assert [queued.state for queued in messages_of(ready(world, 1), messages.MeshStarting)] == ["n2 gets the project too"]
+    assert [queued.state for queued in messages_of(ready(world, 1), messages.MeshStarting)] == [
+        "n2 gets the project too"
+    ]
     assert messages_of(synced(world, 1, "files-1"), messages.StartRanks)
 
 

@@ -101,6 +101,7 @@ class RankExited(Message):
     oom_killed: bool = False  # killed because the system was out of memory
     cause: str | None = None  # what ended it, "ended with its host, which ..."; then there is no code or signal
     heals_when: str = ""  # what %mesh heal waits for, "machine n2 can be reached"; "": nothing
+    is_killed_by_us: bool = False  # Meshbook sent the SIGKILL: a second Stop, a heal, %mesh kill
 
     @property
     def description(self) -> str:
