@@ -37,6 +37,7 @@ def release() -> Iterator[None]:
 class Failing(Actor):
     def __init__(self, path: str = "") -> None:
         self.path = path
+        self.port: Any = None
 
     @endpoint(explicit_response_port=True)
     def answer(self, port: Any, only: int | None = None) -> None:
@@ -49,6 +50,26 @@ class Failing(Actor):
         begun.set()
         while not released.is_set():
             pass
+
+    @endpoint(explicit_response_port=True)
+    def keep(self, port: Any) -> None:
+        self.port = port
+
+    @endpoint(explicit_response_port=True)
+    def drop(self, port: Any) -> None:
+        pass
+
+    @endpoint(explicit_response_port=True)
+    def pass_on(self, port: Any, other: Any) -> None:
+        other.answer_to.broadcast(port)
+
+    @endpoint
+    def answer_to(self, port: Any) -> None:
+        port.send("answered by another")
+
+    @endpoint
+    def answer_kept(self) -> None:
+        self.port.send("answered later")
 
     @endpoint
     def leave(self) -> None:
@@ -289,3 +310,36 @@ PROGRAM = """
 def test_actors_in_a_programs_own_process_end_with_it() -> None:
     done = run_python(PROGRAM)
     assert done.stdout == "cleaned up\ndeleted\n", done.stderr
+
+
+@pytest.mark.parametrize("Class", [Failing, AsyncFailing])
+def test_who_waits_for_a_port_that_an_actor_kept_learns_that_the_actor_has_ended(Class: type) -> None:
+    mesh: Any = this_proc().spawn("keeper", Class)
+    waiting, answered = mesh.keep.call_one(), mesh.keep.call_one()
+    mesh.answer_kept.call_one().get(WAIT_S)
+    assert answered.get(WAIT_S) == "answered later"
+    kept = mesh.keep.call_one()
+    mesh.stop("enough").get(WAIT_S)
+    for unanswered in (waiting, kept):
+        with pytest.raises(SupervisionError, match=r"keeper.keep (kept|dropped) the port of this call"):
+            unanswered.get(WAIT_S)
+
+
+def test_each_rank_of_a_mesh_says_so_of_its_port(procs: ProcMesh) -> None:
+    mesh = procs.spawn("keepers", Failing)
+    kept = mesh.keep.call()
+    mesh.fine.call().get(WAIT_S)
+    mesh.stop("enough").get(WAIT_S)
+    with pytest.raises(SupervisionError, match=r"keepers.keep kept .*, and its actor has ended .*enough") as caught:
+        kept.get(WAIT_S)
+    assert caught.value.ranks == (0, 1, 2)
+
+
+def test_a_port_that_is_dropped_without_an_answer_is_an_error_and_one_that_is_passed_on_is_not(procs: ProcMesh) -> None:
+    first, other = procs.spawn("first", Failing), procs.spawn("other", Failing)
+    with pytest.raises(SupervisionError, match=r"first.drop dropped the port of this call without an answer"):
+        first.slice(gpus=0).drop.call_one().get(WAIT_S)
+    answer = first.slice(gpus=0).pass_on.call_one(other.slice(gpus=1))
+    assert answer.get(WAIT_S) == "answered by another"
+    for mesh in (first, other):
+        mesh.stop().get(WAIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, MutableSet
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from meshbook.actors import base
 from meshbook.actors.runtime.payloads import PICKLED_NONE
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.ports import Port
+from meshbook.actors.runtime.ports import Port, ReplyPort
 from meshbook.actors.runtime.transport import Transport, encode
 from meshbook.actors.shape import Extent, Point
 from meshbook.wire import messages
@@ -24,13 +24,13 @@ MessageKey = tuple[int, int]
 class IncomingCall:
     """A call that this process has received, and its reply."""
 
-    __slots__ = ("_has_explicit_port", "_transport", "is_interrupted", "key", "peer", "request")
+    __slots__ = ("_transport", "is_interrupted", "key", "peer", "reply_port", "request")
 
     def __init__(self, transport: Transport, peer: Any, request: messages.CallActor) -> None:
         self._transport, self.peer, self.request = transport, peer, request
         self.key: MessageKey = (peer.id, request.call) if request.call else (-1, id(request))
         self.is_interrupted = False  # while it was in the mailbox
-        self._has_explicit_port = False
+        self.reply_port: ReplyPort[Any] | None = None  # that the endpoint answers through, if it is marked so
 
     @property
     def is_internal(self) -> bool:
@@ -49,7 +49,7 @@ class IncomingCall:
         """
         if self.is_internal or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             return False
-        return self._has_explicit_port or not isinstance(error, Exception)
+        return self.reply_port is not None or not isinstance(error, Exception)
 
     def point_for(self, own_point: Point) -> Point:
         """Return the actor's point in the called mesh, which may be a slice of its own."""
@@ -66,8 +66,14 @@ class IncomingCall:
         """Release the arguments of a call that does not run."""
         self._transport.payloads.discard(self.peer, self.request)
 
-    def bind(self, actor: Any, point: Point) -> tuple[Callable[..., Any], Any, Any]:
+    def bind(
+        self, actor: Any, point: Point, name: str, reply_ports: MutableSet[ReplyPort[Any]]
+    ) -> tuple[Callable[..., Any], Any, Any]:
         """Return the function to call, its positional and its keyword arguments. Runs user code.
+
+        Args:
+            name: the actor's.
+            reply_ports: gets the port of a call whose caller waits for an answer through it.
 
         Raises:
             AttributeError: the actor has no such endpoint.
@@ -85,8 +91,14 @@ class IncomingCall:
             names = list(base.endpoints_of(Class))
             raise AttributeError(base.no_such_endpoint(Class.__name__, names, method, is_method=mark is not None))
         if mark.explicit_response_port:
-            self._has_explicit_port = True
-            args = (Port(self._reply_port_address(point.rank)), *args)
+            # through a caller's own port, `Channel.open`, any number of messages may come, or none
+            address, endpoint = self._reply_port_address(point.rank), f"{name}.{method}"
+            self.reply_port = ReplyPort(address, self._transport, endpoint)
+            if request.reply_port is not None:
+                self.reply_port.disarm()
+            else:
+                reply_ports.add(self.reply_port)
+            args = (self.reply_port, *args)
         return mark.method, (actor, *args), kwargs
 
     def _reply_port_address(self, rank: int) -> messages.PortAddress | None:
@@ -100,7 +112,7 @@ class IncomingCall:
         Raises:
             TransferError: the value cannot be pickled.
         """
-        if self._has_explicit_port:
+        if self.reply_port is not None:
             return
         if self.request.reply_port is not None:
             Port(self._reply_port_address(self.point_for(own_point).rank)).send(value)
@@ -111,6 +123,8 @@ class IncomingCall:
     def send_failure(self, failure: messages.ActorFailure, own_point: Point) -> None:
         """Send the failure to the caller, if it expects a reply."""
         rank = self.point_for(own_point).rank
+        if self.reply_port is not None:
+            self.reply_port.disarm()
         with contextlib.suppress(PeerLost):
             if (port := self.request.reply_port) is not None:
                 peer = self._transport.peer(port.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -13,7 +14,7 @@ from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.payloads import PendingPayload
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.transport import encode, local_transport
+from meshbook.actors.runtime.transport import Transport, encode, local_transport
 from meshbook.wire import messages
 
 R = TypeVar("R")
@@ -53,6 +54,57 @@ class Port(Generic[R]):
 
     def __reduce__(self) -> Any:
         return Port, (self._address,)
+
+
+class ReplyPort(Port[R]):
+    """The port that an endpoint gets for one call. The caller gets an error once nobody can answer through it any more.
+
+    Passed on to another actor, it is a `Port` there, and whoever has that may answer.
+    """
+
+    def __init__(self, address: messages.PortAddress | None, transport: Transport, endpoint: str) -> None:
+        """endpoint: that it was given to, "trainers.step"."""
+        super().__init__(address)
+        self._transport, self._endpoint = transport, endpoint
+        self._is_unanswered = address is not None
+
+    def send(self, obj: R) -> None:
+        super().send(obj)
+        self._is_unanswered = False
+
+    def exception(self, obj: BaseException) -> None:
+        super().exception(obj)
+        self._is_unanswered = False
+
+    def disarm(self) -> None:
+        """Leave the caller's error to others."""
+        self._is_unanswered = False
+
+    def give_up(self, why: str) -> None:
+        """Send the caller an error, if it has no answer. Any thread, also in the middle of another send.
+
+        Args:
+            why: nobody can answer any more, as a phrase that follows the endpoint's name.
+        """
+        address, transport = self._address, self._transport
+        if self._is_unanswered and address is not None and transport.address.pid == os.getpid():  # not a forked copy
+            self._is_unanswered = False
+            text = f"{self._endpoint} {why}"
+            failure = messages.ActorFailure(address.port, "ended", "SupervisionError", text, rank=address.rank)
+
+            def send() -> None:
+                with contextlib.suppress(PeerLost):
+                    transport.peer(address.address).send(encode(failure))
+
+            transport.reactor.call_soon(send)
+
+    def __reduce__(self) -> Any:
+        self._is_unanswered = False
+        return super().__reduce__()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.give_up("dropped the port of this call without an answer")
 
 
 class _PortQueue:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshbook.actors.runtime.calls import IncomingCall, MessageKey
 from meshbook.actors.runtime.interrupts import Interruptible
+from meshbook.actors.runtime.ports import ReplyPort
 from meshbook.actors.shape import Point
 from meshbook.clock import monotonic, wall
 from meshbook.wire.messages import MAX_END_FRAMES, ActiveEndpoint, ActorFailure, Frame, PendingEndpointCall
@@ -33,6 +35,8 @@ class ActorRecord:
         self.last_error: str | None = None
         self.num_messages = 0
         self.running: dict[MessageKey, RunningMessage] = {}
+        # explicit ports that its endpoints were given, as long as anybody here has them
+        self.reply_ports: weakref.WeakSet[ReplyPort[Any]] = weakref.WeakSet()
 
     @property
     def label(self) -> str:
@@ -46,6 +50,11 @@ class ActorRecord:
     def begin(self, call: IncomingCall, task: asyncio.Task[None] | None) -> None:
         self.num_messages += 1
         self.running[call.key] = RunningMessage(call.request.method, monotonic(), task, call.peer.address.node)
+
+    def give_up_ports(self, reason: str) -> None:
+        """Send callers an error who wait for an answer through a port: the actor has ended."""
+        for port in list(self.reply_ports):
+            port.give_up(f"kept the port of this call, and its actor has ended without an answer: {reason}")
 
     def status_row(self, *, num_queued: int) -> dict[str, Any]:
         """Return the actor's status as plain data."""

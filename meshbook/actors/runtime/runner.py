@@ -300,7 +300,7 @@ class ActorRunner:
         known_context = context_var.get()
         if point is not known_context.message_rank:
             context_var.set(Context(known_context.actor_instance, point))
-        bound = call.bind(self.actor, point)
+        bound = call.bind(self.actor, point, self.name, self._record.reply_ports)
         recording.begun(self, call.request.method, *bound, point)
         return bound
 
@@ -343,6 +343,7 @@ class ActorRunner:
         self._record.state = "stopped"
         self._process.unregister(self, stop.request.reason)
         self._refuse_queued()
+        self._record.give_up_ports(stop.request.reason)
         self._transport.reactor.call_later(_DEL_GRACE_S, stop.confirm)
         run_del = hooks.deletion_of(self.actor)
         self.actor = self._stop_cause = None
