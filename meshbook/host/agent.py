@@ -168,7 +168,7 @@ class HostAgent:
         self._on_all_exited = on_stopped
         kill_others = do.SetAlarm(grace_s, lambda now: self.ledger.kill_all(now, spare_actors=True))
         kill_all = do.SetAlarm(grace_s + ACTORS_GRACE_S, self.ledger.kill_all)
-        self._carry_out([*self.ledger.request_exit(), kill_others, kill_all])
+        self._carry_out([*self.ledger.request_exit(grace_s=grace_s), kill_others, kill_all])
         self._check_all_exited()
 
     def _check_all_exited(self) -> None:

@@ -113,7 +113,7 @@ class HostLedger:
             late = [record for record in leaving if record.exit_reason is None]
             return [instruction for record in late for instruction in record.to_signal(signal.SIGKILL)]
 
-        return [*self.request_exit(ranks), SetAlarm(ACTORS_GRACE_S, kill)]
+        return [*self.request_exit(ranks, grace_s=ACTORS_GRACE_S), SetAlarm(ACTORS_GRACE_S, kill)]
 
     def start(self, command: messages.StartRanks) -> dict[int, int]:
         """Make the records of new processes; return how many processes each of these ranks had before, on any host."""
@@ -148,9 +148,9 @@ class HostLedger:
     def _forget(self, record: RankRecord) -> None:
         self.former_ranks[record.rank] = self.ranks.pop(record.rank)
 
-    def request_exit(self, ranks: Ranks | None = None) -> Instructions:
-        """Ask these ranks, or all, to end; commands that wait are dropped."""
-        body = codec.encode_body(messages.Exit())
+    def request_exit(self, ranks: Ranks | None = None, *, grace_s: float = EXIT_GRACE_S) -> Instructions:
+        """Ask these ranks, or all, to end, in `grace_s` beside what their actors take; queued commands are dropped."""
+        body = codec.encode_body(messages.Exit(grace_s=grace_s))
         todo: Instructions = []
         for record in self.living(ranks):
             record.queue.clear()

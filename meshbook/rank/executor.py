@@ -93,13 +93,14 @@ class Executor:
 
     # ---- the loop
 
-    def serve(self) -> None:
+    def serve(self) -> float:
+        """Run commands until the host has this rank exit; return how many seconds it may take for that."""
         while True:
             try:
                 body = self._reporter.work_socket.receive(self._runner.run_tasks_until_readable)
                 command = codec.rank_commands.decode_body(body)
                 if isinstance(command, messages.Exit):
-                    return
+                    return command.grace_s
                 handler = self._handlers.get(type(command))
                 if handler is not None:  # ignores, for example, a late InputReply
                     self._execute(command, handler)

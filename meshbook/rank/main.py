@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -164,14 +165,14 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     ready = messages.RankReady(rank=rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)
     reporter.work_socket.introduce(codec.encode_body(ready))
-    exit_code = 1
+    exit_code, grace_s = 1, messages.Exit().grace_s
     try:
-        executor.serve()
+        grace_s = executor.serve()
         exit_code = 0
     except BaseException:  # an error of Meshbook, because user code is caught where it runs; log it before the exit
         traceback.print_exc()
     finally:
-        _shut_down(groups, objects, service, exit_code)
+        _shut_down(groups, objects, service, exit_code, grace_s)
 
 
 def _configure_process(config: spawn.RankConfig | spawn.SpareConfig) -> None:
@@ -230,10 +231,17 @@ def fork_by_default() -> None:
         multiprocessing.set_start_method("fork")
 
 
-def _shut_down(groups: RankGroups, objects: RankObjects, service: Service, exit_code: int) -> NoReturn:
-    """Exit without waiting for user threads that may never end."""
+def _shut_down(groups: RankGroups, objects: RankObjects, service: Service, exit_code: int, grace_s: float) -> NoReturn:
+    """Exit without waiting for user threads that may never end.
+
+    Args:
+        grace_s: seconds for exit functions and the `__del__` of what cells have bound, once the actors have ended: the
+            host gives a rank with actors longer. A thread without the GIL then ends the process.
+    """
     with contextlib.suppress(BaseException):
         actor_hooks.end_actors()
+    with contextlib.suppress(BaseException):
+        faulthandler.dump_traceback_later(max(grace_s, 0.1), exit=True, file=os.open(os.devnull, os.O_WRONLY))
     with contextlib.suppress(BaseException):
         groups.close()
     with contextlib.suppress(BaseException):

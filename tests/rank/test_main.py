@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context as context
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from meshbook.rank.main import fork_by_default
+from tests.budget import WAIT_S
 
 
 def _as_in_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +41,24 @@ def test_where_python_forks_by_default_nothing_is_changed(monkeypatch: pytest.Mo
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["fork", "spawn"])
     monkeypatch.setattr(context, "_default_context", None)
     fork_by_default()
+
+
+@pytest.mark.usefixtures("starts_processes")
+@pytest.mark.parametrize("hang", ["__import__('time').sleep(1000)", "__import__('ctypes').PyDLL(None).sleep(1000)"])
+def test_what_hangs_as_a_rank_ends_does_not_keep_its_process(hang: str) -> None:
+    """`__del__` of a global and exit functions run in one place; PyDLL keeps the GIL."""
+    source = f"""
+import atexit
+from unittest.mock import Mock
+from meshbook.rank.main import _shut_down
+atexit.register(lambda: {hang})
+class Loud:
+    def __del__(self): raise ValueError("no")
+namespace = {{"loud": Loud()}}
+atexit.register(namespace.clear)
+_shut_down(Mock(), Mock(), Mock(), 0, 0.2)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert "ValueError: no" in done.stderr
+    assert "Timeout" not in done.stderr
