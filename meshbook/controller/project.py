@@ -72,7 +72,9 @@ class SyncedProject:
 
     def notes(self) -> list[str]:
         """Return what is to be known of the copies: what becomes of them, and what is not in them."""
-        text = f"ranks work in a copy of {self.folder.root}, which is removed with the mesh: save results elsewhere"
+        text = (
+            f"ranks work in a copy of {self.folder.spec.root}, which is removed with the mesh: save results elsewhere"
+        )
         return [text, *describe_left_out(self.folder.left_out)]
 
     def sync(self) -> Synced:
