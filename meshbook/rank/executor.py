@@ -316,13 +316,12 @@ class Executor:
         return Outcome(status=restored.status, error=restored.error, bound_names=bound)
 
     def _describe_state(self, command: messages.DescribeState) -> Outcome:
-        from meshbook.rank.differences.forward import describe_forward  # these import torch, which a mesh may not have
-        from meshbook.rank.differences.state import describe_state
+        from meshbook.rank.differences import forward, state  # they import torch, which a mesh may not have
 
+        names, values, ring = self._shell.user_names(), self._shell.user_ns, self._groups.ring
         if command.forward:
-            return _reply_of(self._runner.call(lambda: describe_forward(command.forward, self._shell.user_ns)))
-        names, ring = self._shell.user_names(), self._groups.ring
-        return _reply_of(self._runner.call(lambda: describe_state(command.names, self._shell.user_ns, names, ring)))
+            return _reply_of(self._runner.call(lambda: forward.describe_forward(command.forward, values)))
+        return _reply_of(self._runner.call(lambda: state.describe_state(command.names, values, names, ring)))
 
     def _compare_tensors(self, command: messages.CompareTensors) -> Outcome:
         from meshbook.rank.differences.comparing import compare_tensors  # imports torch, which a mesh may not have
