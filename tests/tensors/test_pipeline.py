@@ -139,6 +139,13 @@ class Counting(models.MLP):
         return super().forward(x)
 
 
+class WithLoss(models.MLP):
+    """In training it gives a loss of its own too, as experts do that are to be balanced."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), x.square().mean() if self.training else None
+
+
 class Failing(models.MLP):
     def forward(self, x: Any) -> Any:
         raise ValueError("these blocks do not like their input")
@@ -166,12 +173,25 @@ def tied() -> nn.Module:
             r"blocks\.\{0,2\} is called with a tensor of the shape \[4, 8\] and does not give",
         ),
         (lambda: Chain(make=Counting), r"forward writes to blocks\.\{0,2\}\.calls, once for each microbatch"),
+        (
+            lambda: Chain(lambda given: given[0] + given[1], make=WithLoss),
+            r"forward runs aten\.add\.Tensor on what",
+        ),
         (lambda: Chain(make=Failing), "these blocks do not like their input"),
     ],
 )
 def test_what_stages_cannot_compute_is_refused(mesh2: Mesh, factory: Any, sentence: str) -> None:
     with pytest.raises(CellError, match=sentence):
         meshbook.distribute(factory, mesh2, strategy=PIPELINE)(torch.ones(4, 8))
+
+
+def test_a_loss_of_a_blocks_own_that_nothing_is_done_with_changes_nothing(mesh2: Mesh) -> None:
+    torch.manual_seed(0)
+    alone = Chain(lambda given: given[0], make=WithLoss)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy=PIPELINE)
+    x = torch.randn(4, 8)
+    for is_training in (False, True):  # what blocks give in eval mode is not taken for what they give in training
+        close(model.train(is_training)(x).full_tensor().detach(), alone.train(is_training)(x).detach())
 
 
 class FailingOnce(models.MLP):

@@ -62,9 +62,10 @@ def pipeline_blocks(
         )
     _check_blocks(module, chains, names)
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    microbatches = microbatches or 4 * mesh.size()
     for number, blocks in enumerate(chains):
-        chain = BlockChain(blocks, [names[id(block)] for block in blocks], mesh, number)
-        chain.microbatches, chain.checkpoint_interval = microbatches or 4 * mesh.size(), checkpoint_interval
+        block_names = [names[id(block)] for block in blocks]
+        chain = BlockChain(blocks, block_names, mesh, number, microbatches, checkpoint_interval)
         for block in blocks:
             kind = type(block)
             if kind not in kinds:
@@ -123,12 +124,24 @@ class BlockChain:
         num_draws: how many forwards have drawn random numbers in blocks of this stage.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], mesh: DeviceMesh, number: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        names: Sequence[str],
+        mesh: DeviceMesh,
+        number: int,
+        microbatches: int,
+        checkpoint_interval: int | None,
+    ) -> None:
+        """
+        Args:
+            number: of the chain in its module.
+        """
         self.blocks, self.names, self.number = list(blocks), list(names), number
+        self.microbatches, self.checkpoint_interval = microbatches, checkpoint_interval
         self.group, self.num_stages, self.stage = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.spans = stage_spans(len(blocks), self.num_stages)
-        self.microbatches, self.num_draws, self.is_running = 4 * self.num_stages, 0, False
-        self.checkpoint_interval: int | None = None
+        self.num_draws, self.is_running = 0, False
         self._indices = {id(block): index for index, block in enumerate(blocks)}
         self._parameters = StageParameters([[blocks[index] for index in span] for span in self.spans], mesh)
         self._results: dict[Any, BlockResult] = {}  # by kind of call
@@ -172,13 +185,14 @@ class BlockChain:
         Without a collective: a rank that is replaced does not know what the others have tried.
         """
         first = self._calls[0]
-        if first.kind not in self._results:
+        kind = self.blocks[0].training, first.kind  # a block may give more in training
+        if kind not in self._results:
             rows = row_spans(len(first.hidden), self.microbatches)
             own = self.spans[self.stage][0]
             with self.running(), torch.no_grad(), dtensor_patches.fork_rng_with_seed(0):
                 found = BlockResult.find(self.blocks[own], self._gathered[0], self.names[own], first, rows)
-            self._results[first.kind] = found
-        return self._results[first.kind]
+            self._results[kind] = found
+        return self._results[kind]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

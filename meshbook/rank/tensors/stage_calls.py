@@ -169,21 +169,21 @@ class BlockResult:
             UsageError: it does not give the same, or nothing for the next block.
         """
         call = call.with_random_numbers()
-        with evaluation(block):
-            whole = _call_block(block, parameters, *call.arguments(call.hidden, None, ()))
-            leaves, spec = pytree.tree_flatten(whole)
-            if not leaves or not isinstance(leaves[0], torch.Tensor) or leaves[0].shape != call.hidden.shape:
-                raise UsageError(
-                    f"{name} is called with a tensor of the shape {list(call.hidden.shape)} and does not give one "
-                    'first, which a pipeline\'s blocks pass on; another strategy, such as "fsdp", takes any forward'
-                )
-            template = pytree.tree_unflatten([_mark(at, leaf, call) for at, leaf in enumerate(leaves)], spec)
+        leaves, spec = pytree.tree_flatten(_call_block(block, parameters, *call.arguments(call.hidden, None, ())))
+        if not leaves or not isinstance(leaves[0], torch.Tensor) or leaves[0].shape != call.hidden.shape:
+            raise UsageError(
+                f"{name} is called with a tensor of the shape {list(call.hidden.shape)} and does not give one first, "
+                'which a pipeline\'s blocks pass on; another strategy, such as "fsdp", takes any forward'
+            )
+        template = pytree.tree_unflatten([_mark(at, leaf, call) for at, leaf in enumerate(leaves)], spec)
+        with evaluation(block):  # without dropout
+            whole = pytree.tree_leaves(_call_block(block, parameters, *call.arguments(call.hidden, None, ())))[0]
             # A tensor may have as many rows as the first by chance: one of them, or all.
             candidates = call.with_rows()
             ways = [candidates, *([at for at in candidates if at != whole_at] for whole_at in candidates), []]
             for cut in ways if candidates else ways[:1]:
                 found = cls(template, leaves[0].dtype, cut)
-                if found._is_same_by_parts(block, parameters, call, leaves[0], rows):
+                if found._is_same_by_parts(block, parameters, call, whole, rows):
                     return found
         raise UsageError(
             f"{name} gives other numbers when it computes the rows (dim 0) of {list(call.hidden.shape)} by parts, as "
