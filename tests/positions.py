@@ -9,7 +9,7 @@ from meshbook.wire.messages import RankPosition
 
 def position(rank: int, **changes: Any) -> RankPosition:
     reported: dict[str, Any] = {
-        "rank": rank, "last_call": "c1", "last_status": "error", "cause": "", "is_held_or_idle": True, "is_idle": True,
+        "rank": rank, "status": "error", "cause": "", "is_held_or_idle": True, "is_idle": True,
         "has_other_collective_threads": False, "num_groups_created": 1, "groups": (), **changes,
     }  # fmt: skip
     return RankPosition(**reported)

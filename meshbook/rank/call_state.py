@@ -41,6 +41,17 @@ class FinishedCall(NamedTuple):
     ended_at: float  # monotonic
 
 
+class LeftCall(NamedTuple):
+    """How a call ended here, for ranks that still wait in its collectives.
+
+    Attributes:
+        cause: why they wait in vain for this rank; "" if the call succeeded.
+    """
+
+    status: str
+    cause: str
+
+
 class CallEffect(enum.Enum):
     """What the thread that has reported an event does next."""
 
@@ -55,7 +66,6 @@ class CallState:
     Attributes:
         running: the call on the main thread; None between calls.
         finished: how the previous call ended; None before the first.
-        leave_reason: why others wait in vain for this rank, if its last call failed.
         release_error: the error that released this rank from the running call; None if nothing did.
         cell_title: returns "cell 12" for the file of a cell.
     """
@@ -65,12 +75,12 @@ class CallState:
         self._lock = threading.Lock()
         self.running: RunningCall | None = None
         self.finished: FinishedCall | None = None
-        self.leave_reason = ""
         self.cell_title: Callable[[str], str | None] = cell_label
         self.release_error: CollectiveAborted | None = None
         self._is_concluded = False  # whether the running call will begin no more collectives
         self._holding_call: CallId | None = None  # the call whose end holds the collectives
         self._seq_before: dict[CallId, int] = {}  # recent calls -> seq of the last collective before them
+        self._left_calls: dict[CallId, LeftCall] = {}
         self._departures: dict[CallId, dict[int, RankPosition]] = {}  # running or queued calls -> who has left them
         self._has_groups = False
         self._is_watching = False  # a thread compares the departures with the collectives in flight
@@ -118,9 +128,8 @@ class CallState:
         """The call is about to be reported."""
         with self._lock:
             self.finished = FinishedCall(call, label, outcome, now)
-            self.leave_reason = departures.describe_leave_reason(
-                self._rank, outcome, self.release_error, self.cell_title
-            )
+            cause = departures.describe_leave_reason(self._rank, outcome, self.release_error, self.cell_title)
+            _store_bounded(self._left_calls, call, LeftCall(outcome.status, cause))
             self.running = None
             self._departures.pop(call, None)
 
@@ -161,6 +170,10 @@ class CallState:
     def has_begun(self, call: CallId) -> bool:
         """Return whether a call has begun here. Calls before the last 256 are forgotten."""
         return call in self._seq_before
+
+    def left_call(self, call: CallId) -> LeftCall | None:
+        """Return how a call ended here; None: it has not, or is older than the last 256."""
+        return self._left_calls.get(call)
 
     def departed(self, call: CallId) -> tuple[RankPosition, ...]:
         """Return the positions of the ranks that have left this call."""

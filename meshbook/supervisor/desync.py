@@ -92,8 +92,8 @@ def _describe_desync(members: Ranks, group_by_rank: Mapping[int, GroupPosition])
     return None if is_matched else "the call before ended badly between a send and its receive"
 
 
-def has_left(position: RankPosition, call: str) -> bool:
-    """Whether a rank whose part of a call has ended has certainly left the call.
+def has_left(position: RankPosition) -> bool:
+    """Whether a rank whose part of the call that it was asked about has ended has certainly left that call.
 
     No other thread of it may still take part in collectives, and if it ended well, it has nothing in flight and is
     idle. A rank whose part ended before it began, because a Stop took the call out of its queue, never begins it.
@@ -102,8 +102,6 @@ def has_left(position: RankPosition, call: str) -> bool:
         return False
     if not position.has_begun:
         return True
-    if position.last_call != call:
+    if not position.status:
         return False
-    return position.last_status != "ok" or (
-        position.is_idle and not any(group.num_in_flight for group in position.groups)
-    )
+    return position.status != "ok" or (position.is_idle and not any(group.num_in_flight for group in position.groups))

@@ -85,9 +85,7 @@ class PositionQueries:
             return []  # it ended meanwhile
         call.is_querying_left = False
         left = tuple(
-            position
-            for position in collect_positions(parts).values()
-            if has_left(position, call.id) and not call.is_stopped
+            position for position in collect_positions(parts).values() if has_left(position) and not call.is_stopped
         )
         call.left_ranks.update(position.rank for position in left)
         effects: list[Effect] = []

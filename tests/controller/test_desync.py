@@ -278,6 +278,32 @@ def test_whatever_ranks_wait_in_is_broken_when_one_has_raised(mesh: Mesh, waits:
     assert sorted(rank for one in error.released for rank in one.ranks) == [0, 2]
 
 
+def test_ranks_are_released_from_one_that_has_run_later_cells_meanwhile(mesh: Mesh) -> None:
+    source = """
+import threading
+begun, may_end, own = threading.Event(), threading.Event(), [dist.new_group([each]) for each in range(3)][rank]
+def other():
+    dist.barrier(group=own)
+    begun.set()
+    may_end.wait()
+if rank == 1:
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    raise ValueError('no')
+dist.recv(torch.ones(1), 1)
+"""
+    first = mesh.run(source, wait=False, echo=False)
+    # That thread might yet send what the others wait for. It ends in a cell that begins after the error.
+    second = mesh.run("if rank == 1: may_end.set(); thread.join()", wait=False, echo=False)
+    error = first.exception(DEADLINE_S)
+    assert isinstance(error, CellError)
+    assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
+    assert sorted(rank for one in error.released for rank in one.ranks) == [0, 2]
+    second.result(DEADLINE_S)
+    works(mesh)
+
+
 def test_one_collective_too_many_on_a_rank_is_named_with_the_first_that_differs(mesh: Mesh) -> None:
     mesh.run("def log_all(values):\n    for value in values.values():\n        dist.all_reduce(torch.tensor(value))")
     source = """

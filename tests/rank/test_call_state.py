@@ -18,7 +18,7 @@ HOLD, RESUME, WATCH = (CallEffect.HOLD,), (CallEffect.RESUME,), (CallEffect.WATC
 
 
 def left(rank: int, cause: str = "") -> RankPosition:
-    return position(rank, last_call=A, cause=cause)
+    return position(rank, cause=cause)
 
 
 def aborted(cause: str = "rank 1 left") -> CollectiveAborted:
@@ -217,14 +217,22 @@ def test_others_are_told_why_they_wait_for_this_rank(rank: Rank) -> None:
     ):
         rank.begin(A)
         rank.end(A, status, error)
-        assert rank.state.leave_reason == reason
+        assert rank.state.left_call(A) == (status, reason)
+
+
+def test_of_a_call_that_others_still_run_a_rank_tells_its_end_after_later_calls_too(running: Rank) -> None:
+    running.end(A, "error", failed())
+    running.begin(B)
+    assert running.state.left_call(B) is None
+    running.end(B)
+    assert running.state.left_call(A) == ("error", "rank 0 raised ValueError: no")
 
 
 def test_a_rank_that_was_released_names_the_first_cause(running: Rank) -> None:
     running.state.release_from(A, aborted("rank 3 raised KeyError"))
     running.state.transport_failed(aborted("a consequence"))
     running.end(A, "error", failed(released_from="all_reduce at line 1"))
-    assert running.state.leave_reason == "rank 3 raised KeyError"
+    assert running.state.left_call(A) == ("error", "rank 3 raised KeyError")
 
 
 def test_positions_before_calls_are_remembered_for_the_last_ones(rank: Rank) -> None:

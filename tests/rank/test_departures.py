@@ -62,7 +62,7 @@ def test_of_a_rank_that_failed_in_the_collective_it_is_not_said_that_it_did_not_
     waiting, gone = Rank(0), Rank(1)
     waiting.begin()
     gone.begin(error="RuntimeError: Connection closed by peer")
-    error = why_doomed(waiting, gone.left(last_status="ok"))
+    error = why_doomed(waiting, gone.left(status="ok"))
     assert str(error) == "all_reduce #1 cannot be completed: rank 1 failed in it"
     assert error.cause == "rank 1 failed in all_reduce #1"
 

@@ -36,7 +36,7 @@ def test_one_collective_more_on_a_rank_is_out_of_step_and_says_which() -> None:
 
 
 def test_a_rank_that_ended_well_is_compared_too() -> None:
-    assert verdict(at(0, world(8), last_status="ok"), at(1, world(7)))
+    assert verdict(at(0, world(8), status="ok"), at(1, world(7)))
 
 
 def test_work_that_is_under_way_is_out_of_step_although_all_have_begun_it() -> None:
@@ -101,24 +101,24 @@ def test_answers_come_as_plain_data_and_a_rank_without_one_is_left_out() -> None
     ("changes", "left"),
     [
         ({}, True),
-        ({"last_status": "interrupted"}, True),
+        ({"status": "interrupted"}, True),
         ({"has_other_collective_threads": True}, False),
-        ({"last_call": "c0"}, False),
+        ({"status": ""}, False),
         ({"is_idle": False}, True),  # it runs the next cell, in which its collectives wait
-        ({"last_status": "ok"}, True),
-        ({"last_status": "ok", "is_idle": False}, False),
+        ({"status": "ok"}, True),
+        ({"status": "ok", "is_idle": False}, False),
         ({"is_idle": False, "is_held_or_idle": False}, False),
-        ({"last_call": "c0", "last_status": "ok", "has_begun": False}, True),  # it was taken out of the queue
-        ({"last_call": "c0", "has_begun": False, "is_idle": False, "is_held_or_idle": False}, False),
-        ({"last_call": "c0", "has_begun": False, "has_other_collective_threads": True}, False),
+        ({"status": "", "has_begun": False}, True),  # it was taken out of the queue
+        ({"status": "", "has_begun": False, "is_idle": False, "is_held_or_idle": False}, False),
+        ({"status": "", "has_begun": False, "has_other_collective_threads": True}, False),
     ],
 )
 def test_a_rank_has_left_a_call_when_nothing_of_it_can_come_to_a_collective(
     changes: dict[str, Any], left: bool
 ) -> None:
-    assert has_left(at(0, world(7), **changes), "c1") is left
+    assert has_left(at(0, world(7), **changes)) is left
 
 
 def test_a_rank_that_ended_well_with_work_under_way_has_not_left() -> None:
-    assert not has_left(at(0, world(7, num_in_flight=1), last_status="ok"), "c1")
-    assert has_left(at(0, world(7, num_in_flight=1), last_status="error"), "c1")
+    assert not has_left(at(0, world(7, num_in_flight=1), status="ok"))
+    assert has_left(at(0, world(7, num_in_flight=1), status="error"))

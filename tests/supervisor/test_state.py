@@ -626,20 +626,20 @@ def test_ranks_that_a_stop_has_not_ended_hear_at_last_who_has_left(busy: World) 
     (release,) = steps_of(busy.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1")), s.SetTimer)
     assert not messages_of(progressed(busy, 1), messages.QueryPositions)
     steps = busy.state.timer_fired(release.name, release.delay_s)
-    left = busy.answer(steps, {1: busy.position(1, last_status="interrupted")})
+    left = busy.answer(steps, {1: busy.position(1, status="interrupted")})
     assert [report.ranks for report in messages_of(left, messages.RanksLeft)] == [(0, 2, 3)]
 
 
 def test_a_stop_of_one_rank_leaves_the_others_to_be_released(busy: World) -> None:
     busy.say(messages.Interrupt(ranks=(1,), target="c1"))
     steps = progressed(busy, 1)
-    assert messages_of(busy.answer(steps, {1: busy.position(1, last_status="interrupted")}), messages.RanksLeft)
+    assert messages_of(busy.answer(steps, {1: busy.position(1, status="interrupted")}), messages.RanksLeft)
 
 
 def test_a_rank_that_was_stopped_before_it_began_is_said_to_have_left(busy: World) -> None:
     busy.say(messages.Interrupt(ranks=(0,)))
     steps = progressed(busy, 0)
-    position = busy.position(0, last_call="form-2", last_status="ok", has_begun=False)
+    position = busy.position(0, status="", has_begun=False)
     assert messages_of(busy.answer(steps, {0: position}), messages.RanksLeft)[0].ranks == (1, 2, 3)
 
 

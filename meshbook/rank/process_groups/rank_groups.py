@@ -236,14 +236,15 @@ class RankGroups:
     def position(self, about: CallId) -> RankPosition:
         """Return this rank's position in the order of its collectives."""
         state, groups = self._state, self._groups
-        running, finished, has_begun = state.running_call_id, state.finished, state.has_begun(about)
+        running, has_begun, left = state.running_call_id, state.has_begun(about), state.left_call(about)
         since = state.seq_before(about, self._last_seq())  # not begun here: it ran no collectives
         labels = [] if groups is None else [group.label for group in groups.table]
         return RankPosition(
             rank=self._config.rank,
-            last_call=None if finished is None else finished.call,
-            last_status="" if finished is None else finished.outcome.status,
-            cause=state.leave_reason if has_begun else f"rank {self._config.rank} was stopped before it began the cell",
+            status="" if left is None else left.status,
+            cause=("" if left is None else left.cause)
+            if has_begun
+            else f"rank {self._config.rank} was stopped before it began the cell",
             is_held_or_idle=running is None or groups is None or groups.table.is_held,
             is_idle=running is None,
             has_other_collective_threads=positions.has_other_collective_threads(self.ring),

@@ -112,8 +112,7 @@ class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     """A rank's position in the order of its collectives."""
 
     rank: int
-    last_call: CallId | None  # the last one that ended on the main thread
-    last_status: str  # how that call ended
+    status: str  # how the call that the query is about ended here; "": it has not
     cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it succeeded
     is_held_or_idle: bool  # the main thread starts no collective: it is idle, or held until `ResumeCollectives`
     is_idle: bool  # the main thread is idle
