@@ -111,6 +111,11 @@ class ActorEngine(ABC):
 
         self._hosts.begin(host, launch, prepare)
 
+    def take_over(self) -> None:
+        if self._driver is not None:
+            self._driver.take_over()
+        self._hosts.take_over()
+
     def close(self) -> None:
         if self._driver is not None:
             self._driver.give_up()
@@ -190,6 +195,9 @@ class ActorHost(HostLaunch):
         if isinstance(self._end, HostActorLost):
             return last_lines(self._end.words)
         return last_lines(self._log.read_text(errors="replace")) if self._log.exists() else ""
+
+    def _inherit(self) -> None:
+        pass  # the engine's driver is taken over once for all
 
     def terminate(self) -> None:
         self._driver.send(CloseInput(self._launch))

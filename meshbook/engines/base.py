@@ -64,5 +64,8 @@ class HostEngine(Protocol):
     def supervisor_listens(self, address: SupervisorAddress) -> None:
         """Tell hosts, which wait for it, where the supervisor listens: once, after `first_address`."""
 
+    def take_over(self) -> None:
+        """Go on in a standby of the supervisor that has launched the hosts, and has ended."""
+
     def close(self) -> None:
         """End all remaining hosts. Blocks for a second or so at most."""

@@ -6,6 +6,7 @@ The launcher's own package is imported in that process only: that takes seconds,
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import subprocess
@@ -35,6 +36,7 @@ from meshbook.engines.driver_messages import (
     NodesAwaited,
 )
 from meshbook.engines.host_launch import last_lines, quoted
+from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.errors import StartError
 
 # Seconds for the driver to end its hosts, give back what it has on the cluster, and leave it.
@@ -61,7 +63,7 @@ class LauncherDriver(ABC):
         """folder: for what the launcher writes, and what it imports."""
         self._folder, self._log = folder, folder / f"{self.launcher.lower()}.log"
         self.queue_state = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LauncherProcess | None = None
         self._write_lock = threading.Lock()
         self._launches = itertools.count()
         self._listeners: dict[int, Callable[[HostNews], None]] = {}
@@ -75,7 +77,7 @@ class LauncherDriver(ABC):
         command = [sys.executable, "-P", "-m", self.module]
         try:
             with open(self._log, "wb") as log:
-                self._process = subprocess.Popen(
+                self._process = LauncherProcess(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                     env={**os.environ, **self._environment()},
                 )  # fmt: skip
@@ -90,7 +92,7 @@ class LauncherDriver(ABC):
 
     @property
     def has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and self._process.has_ended
 
     def send(self, command: DriverCommand) -> None:
         """Have something done. Nothing happens if the process has ended: its hosts have been reported then."""
@@ -98,7 +100,6 @@ class LauncherDriver(ABC):
         assert self._process.stdin is not None
         with self._write_lock, contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.stdin.flush()
 
     def allocated(self) -> NodesAllocated:
         """Return when there are nodes. Blocks. Raises StartError: there will be none, or the start was given up."""
@@ -129,6 +130,16 @@ class LauncherDriver(ABC):
         self._listeners[launch] = listener
         return launch
 
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the one that has begun it, which has ended: without its thread."""
+        if self._process is None:
+            return
+        self._process.take_over()
+        self._write_lock = threading.Lock()
+        self._decide("its driver was starting when the mesh's supervisor was killed; try again")
+        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+        self._thread.start()
+
     def give_up(self) -> None:
         """Have nobody wait for nodes any more, and the driver end. Does not block."""
         self._is_closed = True
@@ -155,9 +166,17 @@ class LauncherDriver(ABC):
         assert self._process is not None
         assert self._process.stdout is not None
         decoder: msgspec.json.Decoder[DriverReport] = msgspec.json.Decoder(DriverReport)
-        with self._process.stdout:
-            for line in self._process.stdout:
-                self._hear(decoder.decode(line))
+        with io.BufferedReader(self._process.stdout) as lines:  # type: ignore[type-var]
+            for line in lines:
+                try:
+                    report = decoder.decode(line)
+                except msgspec.MsgspecError:
+                    # A former supervisor may have read the line's beginning, and lines before it. A host of whose end
+                    # it has heard so is missed by its silence.
+                    if not self._process.is_inherited:
+                        raise
+                    continue
+                self._hear(report)
         code = self._process.wait()
         words = last_lines(self._log.read_text(errors="replace")) if self._log.exists() else ""
         self._decide(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from meshbook.engines.host_launch import HELLO_TIMEOUT_S, HostLaunch, decode_hello, last_lines
+from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.errors import StartError
 from meshbook.wire.remote_start import RemoteHello
 
@@ -29,21 +30,25 @@ class HostCommand(HostLaunch):
         super().__init__()
         self._log = log_path
         self._is_closed = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: LauncherProcess | None = None
 
     # ---- what depends on the command
 
     @abstractmethod
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        """Start the command, with pipes without buffers. May block. Raises StartError."""
+    def _start_process(self) -> LauncherProcess:
+        """Start the command. May block. Raises StartError."""
 
     @abstractmethod
     def _describe_failure(self, code: int | None, words: str) -> str:
         """Return why there was no hello. code: the command's exit status; None: it runs still."""
 
     @abstractmethod
-    def _describe_end(self, code: int, words: str) -> str:
-        """Return how a host that had started has ended, as a phrase that follows its name. May block."""
+    def _describe_end(self, code: int | None, words: str) -> str:
+        """Return how a host that had started has ended, as a phrase that follows its name. May block.
+
+        Args:
+            code: the command's exit status; None: it was lost with a former supervisor.
+        """
 
     # ---- the connection
 
@@ -99,7 +104,7 @@ class HostCommand(HostLaunch):
         code = self.process.wait()
         words = self.last_words()
         if words:
-            log.warning("the host on %s has ended (status %d): %s", self.machine_name, code, words)
+            log.warning("the host on %s has ended (status %s): %s", self.machine_name, code, words)
         return self._describe_end(code, words)
 
     def last_words(self) -> str:
@@ -122,9 +127,13 @@ class HostCommand(HostLaunch):
         words = self.last_words() or line.decode("utf-8", "replace").strip()
         return self._describe_failure(code, words)
 
+    def _inherit(self) -> None:
+        if self.process is not None:
+            self.process.take_over()
+
     def terminate(self) -> None:
         self._is_closed = True
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and not self.process.has_ended:
             self.process.terminate()
 
     def close(self) -> None:

@@ -35,11 +35,13 @@ class HostLaunch(ABC):
         failure: why it could not be started, with the launcher's own words and what to do; None: not known to have
             failed. Any thread may read it.
         exit_reason: how it has ended after it had started; None: it runs.
+        has_started: it knows how to go on.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
         self.exit_reason: str | None = None
+        self.has_started = False
         self._thread: threading.Thread | None = None
 
     # ---- what depends on the launcher
@@ -65,6 +67,10 @@ class HostLaunch(ABC):
         """Wait until it has ended; return how, as a phrase that follows its machine's name."""
 
     @abstractmethod
+    def _inherit(self) -> None:
+        """Take over what a former supervisor had of it."""
+
+    @abstractmethod
     def terminate(self) -> None:
         """Have it end, in order. Does not wait."""
 
@@ -84,6 +90,7 @@ class HostLaunch(ABC):
             hello = self.open()
             start = prepare(hello)
             self._connect(hello)
+            self.has_started = True
             self._write(msgspec.json.encode(start) + b"\n")
         except StartError as error:
             self.failure = str(error)
@@ -94,7 +101,21 @@ class HostLaunch(ABC):
             self.failure = f"{self.machine_name}: {type(error).__name__}: {error}"
             self.terminate()
             return
+        self._watch_end()
+
+    def _watch_end(self) -> None:
         self.exit_reason = self._wait_for_end()
+
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the one that has begun it, which has ended: without its threads."""
+        self._inherit()
+        self._thread = None
+        if not self.has_started:
+            why = "its host was starting when the mesh's supervisor was killed; try again"
+            self.failure = f"{self.machine_name}: {why}"
+        elif self.exit_reason is None:
+            self._thread = threading.Thread(target=self._watch_end, daemon=True)
+            self._thread.start()
 
     def _join(self, timeout_s: float) -> None:
         if self._thread is not None:
@@ -142,6 +163,10 @@ class HostLaunches:
 
     def pop_exited(self) -> dict[int, str]:
         return self._pop(lambda launch: launch.exit_reason)
+
+    def take_over(self) -> None:
+        for launch in self._launches.values():
+            launch.take_over()
 
     def first_address(self) -> str | None:
         """Return the address of a machine that has said hello; None: none has."""
@@ -215,8 +240,10 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def describe_host_end(code: int, words: str) -> str:
-    """Return how a host's process has ended, as a phrase that follows its machine's name."""
+def describe_host_end(code: int | None, words: str) -> str:
+    """Return how a host's process has ended, as a phrase that follows its machine's name. code: None: not known."""
+    if code is None:
+        return f"has lost its host process, whose exit status was lost with a former supervisor{quoted(words)}"
     if code < 0 or code > 128:
         number = -code if code < 0 else code - 128
         return f"has lost its host process, which was killed by signal {number}{quoted(words)}"

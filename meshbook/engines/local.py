@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from meshbook.engines.base import HostStart
+from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.errors import StartError
 from meshbook.wire.messages import MeshSpec
 from meshbook.wire.remote_start import HOSTS_SOCKET, SupervisorAddress
@@ -22,7 +23,7 @@ class LocalEngine:
     queue_state = ""
 
     def __init__(self, spec: MeshSpec) -> None:
-        self._hosts: dict[int, subprocess.Popen[bytes]] = {}
+        self._hosts: dict[int, LauncherProcess] = {}
 
     def runs_in_process(self, num_hosts: int) -> bool:
         return num_hosts == 1
@@ -30,12 +31,11 @@ class LocalEngine:
     def launch(self, host: int, start: HostStart) -> None:
         command = [sys.executable, "-P", "-m", "meshbook.host.main", str(start.folder), str(host), start.identity]
         try:
-            process = subprocess.Popen([*command, f"ipc://{start.folder}/{HOSTS_SOCKET}"], stdin=subprocess.PIPE)
+            process = LauncherProcess([*command, f"ipc://{start.folder}/{HOSTS_SOCKET}"], stdin=subprocess.PIPE)
         except OSError as error:
             raise StartError(f"host {host} cannot be started on this machine: {error.strerror}") from error
         assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(start.token.encode())
+        process.stdin.write(f"{start.token}\n".encode())  # and kept open: the host ends with its last writer
         self._hosts[host] = process
 
     def pop_failed(self) -> dict[int, str]:
@@ -44,9 +44,8 @@ class LocalEngine:
     def pop_exited(self) -> dict[int, str]:
         found = {}
         for host, process in list(self._hosts.items()):
-            code = process.poll()
-            if code is not None:
-                found[host] = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            if process.has_ended:
+                found[host] = _describe_end(process.wait())
                 del self._hosts[host]
         return found
 
@@ -55,6 +54,10 @@ class LocalEngine:
 
     def supervisor_listens(self, address: SupervisorAddress) -> None:
         """Not used: hosts find the supervisor's sockets in its folder."""
+
+    def take_over(self) -> None:
+        for process in self._hosts.values():
+            process.take_over()
 
     def close(self) -> None:
         for process in self._hosts.values():
@@ -66,3 +69,9 @@ class LocalEngine:
                 process.kill()
                 process.wait()
         self._hosts.clear()
+
+
+def _describe_end(code: int | None) -> str:
+    if code is None:  # the supervisor that was its parent has ended before it
+        return "has ended"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"

@@ -24,6 +24,7 @@ from meshbook.engines.host_launch import (
     explain_interpreter,
     quoted,
 )
+from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.engines.slurm_job import SlurmJob, sbatch_options, slurm_environment
 from meshbook.errors import StartError
 from meshbook.wire.messages import MeshSpec
@@ -44,6 +45,7 @@ class SlurmEngine:
         self._mesh_id = secrets.token_hex(4)
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited = self._hosts.pop_failed, self._hosts.pop_exited
+        self.take_over = self._hosts.take_over
         self.first_address = self._hosts.first_address
         self._job: SlurmJob | None = None
         self._launched: set[int] = set()
@@ -102,7 +104,7 @@ class SrunHost(HostCommand):
     def machine_name(self) -> str:
         return self._node or f"node {self._host}"
 
-    def _start_process(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> LauncherProcess:
         nodes = self._job.nodes()
         if self._host >= len(nodes):
             raise StartError(f"Slurm has given job {self._job.id} {len(nodes)} nodes, and host {self._host} has none")
@@ -117,10 +119,9 @@ class SrunHost(HostCommand):
         environment = slurm_environment()
         environment.pop("MESHBOOK_FORK_SERVER", None)  # of this machine
         try:
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._error_file(), bufsize=0,
-                env=environment,
-            )  # fmt: skip
+            return LauncherProcess(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._error_file(), env=environment
+            )
         except OSError as error:
             raise StartError(f"srun cannot be started: {error.strerror}") from error
 
@@ -139,7 +140,7 @@ class SrunHost(HostCommand):
             return why
         return f"{self.machine_name} could not start a host: srun exited with status {code}{quoted(words)}"
 
-    def _describe_end(self, code: int, words: str) -> str:
+    def _describe_end(self, code: int | None, words: str) -> str:
         if (state := self._job.end()) is not None:
             return f"was taken away: {self._job.describe_end(state)}"
         if code == 0:  # also what srun makes of a node that has failed

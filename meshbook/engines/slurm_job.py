@@ -6,6 +6,7 @@ srun, and the job does not hold their nodes until its time limit. It contains no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from datetime import datetime
 from meshbook.engines.addresses import Address
 from meshbook.engines.host_launch import last_lines, quoted
 from meshbook.errors import StartError
+from meshbook.wire.child_processes import run_command
 
 # Seconds that Slurm's commands may take: their own time limits are shorter, and longer only at very busy sites.
 _COMMAND_TIMEOUT_S = 60.0
@@ -151,10 +153,7 @@ def run_slurm(*words: str, env: Mapping[str, str] | None = None) -> subprocess.C
         StartError: it is not on this machine, or does not end.
     """
     try:
-        return subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-            timeout=_COMMAND_TIMEOUT_S, env=slurm_environment() if env is None else env,
-        )  # fmt: skip
+        return run_command(words, timeout_s=_COMMAND_TIMEOUT_S, env=slurm_environment() if env is None else env)
     except FileNotFoundError:
         raise StartError(
             f"there is no {words[0]} on this machine: slurm:// is for one from which jobs are submitted, such as a "
@@ -344,14 +343,8 @@ class SlurmJob:
             job, self._uncancelled = self._uncancelled, None
         if job is None:
             return
-        process = subprocess.Popen(
-            ["scancel", job], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=slurm_environment()
-        )
-        try:
-            process.wait(_CANCEL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the job's script ends the job, as its hosts have ended
-            process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the job's script ends the job, as its hosts have ended
+            run_command(["scancel", job], timeout_s=_CANCEL_TIMEOUT_S, env=slurm_environment())
 
 
 def _is_news(before: JobState, now: JobState) -> bool:

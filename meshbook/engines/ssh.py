@@ -19,8 +19,10 @@ from meshbook.engines.addresses import Address, Machine
 from meshbook.engines.base import HostStart
 from meshbook.engines.host_command import HostCommand
 from meshbook.engines.host_launch import HELLO_TIMEOUT_S, HostLaunches, describe_host_end, last_lines, quoted
+from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.errors import StartError
 from meshbook.version import __version__
+from meshbook.wire.child_processes import run_command
 from meshbook.wire.messages import MeshSpec
 from meshbook.wire.remote_start import HOSTS_SOCKET, STORE_SOCKET, RemoteHello, RemoteStart, SupervisorAddress
 
@@ -55,6 +57,7 @@ class SshEngine:
         self._mesh_id = secrets.token_hex(4)  # two meshes of one name, of two laptops, may meet on a machine
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited, self.close = self._hosts.pop_failed, self._hosts.pop_exited, self._hosts.close
+        self.take_over = self._hosts.take_over
 
     def runs_in_process(self, num_hosts: int) -> bool:
         return False
@@ -113,7 +116,7 @@ class SshConnection(HostCommand):
     def machine_name(self) -> str:
         return str(self.machine)
 
-    def _start_process(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> LauncherProcess:
         # What ~/.ssh/config forwards for people's own sessions may be in use by one of these.
         command = ["ssh", *SSH_OPTIONS, "-oClearAllForwardings=yes", "-oRemoteCommand=none"]
         command += [f"-oServerAliveCountMax={max(3, math.ceil(self._max_silent_s / _ALIVE_INTERVAL_S))}"]
@@ -122,9 +125,7 @@ class SshConnection(HostCommand):
         command += ["-p", str(self.machine.port)] if self.machine.port is not None else []
         command += ["--", self.machine.destination, _remote_command(self._python, self._module, self._before)]
         try:
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._error_file(), bufsize=0
-            )
+            return LauncherProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._error_file())
         except FileNotFoundError:
             raise StartError("there is no ssh on this machine; apt-get install openssh-client") from None
         except OSError as error:
@@ -137,15 +138,7 @@ class SshConnection(HostCommand):
         for name in (HOSTS_SOCKET, STORE_SOCKET):
             command += ["-R", f"{hello.folder}/{name}:{self._folder}/{name}"]
         try:
-            done = subprocess.run(
-                [*command, "--", self.machine.destination],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=HELLO_TIMEOUT_S,
-                check=False,
-            )
+            done = run_command([*command, "--", self.machine.destination], timeout_s=HELLO_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise StartError(f"{self.machine}: ssh did not forward the mesh's sockets in time") from None
         if done.returncode:
@@ -161,10 +154,10 @@ class SshConnection(HostCommand):
             return f"{machine} was reached, and its host did not start within {HELLO_TIMEOUT_S:.0f} s{quoted(words)}"
         return f"{machine} {_explain(code, words, by_hand, self._python)}"
 
-    def _describe_end(self, code: int, words: str) -> str:
-        if code < 0:
+    def _describe_end(self, code: int | None, words: str) -> str:
+        if code is not None and code < 0:
             return f"is out of reach: its ssh on this machine was killed by signal {-code}{quoted(words)}"
-        if code == 255 and any(sign in words.lower() for sign in _CONNECTION_SIGNS):
+        if code in (255, None) and any(sign in words.lower() for sign in _CONNECTION_SIGNS):
             return f"is out of reach: its ssh connection has ended{quoted(words)}"
         if code == 255:  # ssh's status too for a process that a signal has ended, of which it says nothing
             return f"has lost its host process, which was killed by a signal{quoted(words)}"
@@ -233,7 +226,7 @@ def _ciphers(options: list[str], machine: Machine) -> list[str]:
     """Return the ciphers that ssh would offer a machine, the most wanted first; none if it does not say."""
     words = ["ssh", *options, "-G", "--", machine.destination]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=False)
+        done = run_command(words, timeout_s=5)
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = [line.split() for line in done.stdout.splitlines()]

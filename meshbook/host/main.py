@@ -1,5 +1,5 @@
 """A host as a process of its own, on the supervisor's machine: `python -m meshbook.host.main FOLDER HOST IDENTITY
-ADDRESS`, the token on standard input.
+ADDRESS`, the token as a line on standard input, which stays open as long as a supervisor lives.
 
 `HostProcess` connects to the supervisor and shows the token; from then on a HostAgent does all the work.
 `host/remote.py` starts one on another machine.
@@ -25,7 +25,7 @@ from meshbook.wire import codec, messages
 from meshbook.wire.descriptor_reserve import DescriptorReserve
 from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.loop import Loop
-from meshbook.wire.process_control import die_with_parent
+from meshbook.wire.process_control import die_with_pipe
 from meshbook.wire.remote_start import HostPlace
 
 log = logging.getLogger("meshbook.host")
@@ -124,6 +124,8 @@ class HostProcess:
                 self.agent.handle(msgspec.structs.replace(command, spec=self._project.localize(command.spec)), body)
             case messages.SyncFiles() | messages.FileParts():
                 self._project.handle(command)
+            case messages.ShowNotice():
+                self.agent.notify(command.notice)
             case messages.KeepAlive():
                 self._lease_s = command.lease_s
                 self._supervisor.send(codec.encode_body(messages.HostAlive(command.sent_at)))
@@ -149,10 +151,10 @@ class HostProcess:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
     raise_fd_limit()
     folder, host, identity, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    token = sys.stdin.read().strip()
+    token = sys.stdin.readline().strip()
+    die_with_pipe(sys.stdin.fileno(), with_group=False)  # when the supervisor has ended, and has no standby
     HostProcess(folder, host, token).run(identity, address)
 
 

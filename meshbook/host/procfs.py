@@ -24,6 +24,7 @@ from pathlib import Path
 
 from meshbook.host import stacks
 from meshbook.host.run_times import RunTimes, ThreadTimes
+from meshbook.wire.child_processes import run_command
 from meshbook.wire.messages import ProcessStatus, ThreadStack
 from meshbook.wire.processes import children_of
 
@@ -372,14 +373,12 @@ def dump_python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, .
     problem, deadline = None, time.monotonic() + timeout_s
     for _ in range(2):  # a stack read while it changes may be inconsistent; a second reading rarely is
         try:
-            completed = subprocess.run(
+            completed = run_command(
                 [program, "dump", "--pid", str(pid), "--json", "--nonblocking"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=max(0.1, deadline - time.monotonic()),
+                timeout_s=max(0.1, deadline - time.monotonic()),
                 env={**os.environ, "RUST_BACKTRACE": "0"},
             )
-        except subprocess.TimeoutExpired:  # `run` has killed it
+        except subprocess.TimeoutExpired:
             return (), f"its Python stack could not be read from outside: py-spy took more than {timeout_s:.1f} s"
         except OSError as error:
             return (), f"its Python stack cannot be read from outside: {program} does not run ({error.strerror})"
@@ -390,7 +389,7 @@ def dump_python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, .
                 problem = str(error)
                 continue
         alive = is_alive(pid)
-        problem = explain_py_spy_error(completed.stderr.decode("utf-8", "replace"), alive=alive)
+        problem = explain_py_spy_error(completed.stderr, alive=alive)
         if not alive:
             break
     return (), problem

@@ -59,7 +59,7 @@ def _first_user_frame(frames: tuple[Frame, ...]) -> int:
     return end
 
 
-def parse_py_spy(output: bytes) -> tuple[ThreadStack, ...]:
+def parse_py_spy(output: bytes | str) -> tuple[ThreadStack, ...]:
     """Parse the output of `py-spy dump --json`; the main thread first, Meshbook's own threads left out.
 
     Raises:

@@ -124,8 +124,9 @@ class Driver:
         self._context = zmq.Context()
         self._client_router.reopen(self._context, curve_keys=self._curve_keys)
         self._store.reopen(self._context)
-        assert self._agent is not None
-        self._agent.take_over(self._context)
+        hosts = self._agent or self._hosts
+        assert hosts is not None
+        hosts.take_over(self._context)
         self._committer.take_over()
         self.connection = msgspec.structs.replace(self.connection, process=processes.identify(os.getpid()))
         self._write_connection_file()
@@ -134,7 +135,7 @@ class Driver:
             f"{self._loop.clock.monotonic() - ended_at:.2f} s, and nothing is lost"
         )
         log.warning("%s", text)
-        self._agent.notify(messages.Notice(text))
+        hosts.notify(messages.Notice(text))
         self._state.pid = self._state.changes.preemption.pid = os.getpid()
         self._apply_effects([effects.SendToClient(None, messages.MeshChanged(info=self._state.info(), exited=()))])
 
@@ -312,8 +313,7 @@ class Driver:
         """Record in the connection file that the mesh has ranks: `attach` without a name looks for that."""
         self.connection = msgspec.structs.replace(self.connection, has_ranks=True)
         self._loop.act(self._write_connection_file)
-        if self._agent is not None:  # hosts that are processes of their own end with the supervisor
-            self._loop.replicate()
+        self._loop.replicate()
 
     def _write_connection_file(self) -> None:
         try:

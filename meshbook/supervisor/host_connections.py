@@ -28,6 +28,7 @@ from meshbook.wire.loop import Loop
 from meshbook.wire.rate_limited_log import RateLimitedLog
 from meshbook.wire.regions import machine_id
 from meshbook.wire.remote_start import HOSTS_SOCKET, SupervisorAddress
+from meshbook.wire.transfers import without_data
 
 log = logging.getLogger("meshbook.supervisor")
 
@@ -108,21 +109,23 @@ class HostConnections:
         self._authenticated: set[bytes] = set()
         self._rejections = RateLimitedLog(log)
         self._is_stopping = False
-        self.values = ValueCarrier(self._send, events.host_reported)
+        self.values = ValueCarrier(loop, self._send, events.host_reported)
         self._project = ProjectServer()
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         self._socket, self._listen_store = socket, listen_store
         self._is_listening = not engine.dials_tcp  # else from when the address of a machine is known
+        self._curve_keys: tuple[bytes, bytes] | None = None
         self._queue_state = ""
         if not engine.dials_tcp:
             socket.bind(f"ipc://{folder}/{HOSTS_SOCKET}")
-        self._router = LinkedRouter(loop, socket, self._on_message, self._on_hello)
+        self._router = LinkedRouter(loop, socket, self._on_message, self._on_hello, shorten=without_data)
         loop.call_later(_POLL_S, self._poll)
         loop.call_later(_KEEP_ALIVE_S, self._keep_alive)
 
     def start(self, hosts: Iterable[int], *, torch: bool) -> None:
         """Have the engine start hosts. Raises StartError."""
+        self._loop.diverge()
         for number in hosts:
             identity = f"h{number}.{secrets.token_hex(4)}"
             self._hosts[number] = _Host(number, identity.encode())
@@ -163,6 +166,17 @@ class HostConnections:
                 host.silent_checks = 0
         self._wait_for_exits(self._loop.clock.monotonic() + _STOP_TIMEOUT_S, on_stopped)
 
+    def take_over(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Go on in a standby of the supervisor, which has ended."""
+        self._router.reopen(context, curve_keys=self._curve_keys)
+        self.engine.take_over()
+        self.values.take_over()
+
+    def notify(self, notice: messages.Notice) -> None:
+        """Show a notice of the mesh once: in the running calls, else in the next one."""
+        if first := next((host for host in self._hosts.values() if host.identity in self._authenticated), None):
+            self._send((first.number,), codec.encode_body(messages.ShowNotice(notice)))
+
     def close(self) -> None:
         self.values.close()
         self._router.close()
@@ -192,6 +206,7 @@ class HostConnections:
         if number is None or not hmac.compare_digest(ready.token.encode(), self._token.encode()):
             self._rejections.warning("%r says it is a host, without the token, and was refused", identity[:16])
         elif identity not in self._authenticated:  # else it has connected again
+            self._loop.diverge()  # for a standby that has the pipes and the process that the engine has of it
             self._authenticated.add(identity)
             self._router.open_peer(identity)
             self._receive(number, identity, ready, b"")
@@ -229,11 +244,11 @@ class HostConnections:
         """Listen for hosts and their ranks, on the interface by which a machine of the mesh is reached."""
         self._is_listening = True
         try:
-            key_pair = keys.new_curve_keys()
+            key_pair = self._curve_keys = keys.new_curve_keys()
             here = address_towards(machine)
             if here is None:
                 raise StartError(f"there is no way in the network from this machine to {machine}")
-            hosts = keys.bind_encrypted(self._socket, here, key_pair)
+            hosts = self._router.endpoint = keys.bind_encrypted(self._socket, here, key_pair)
             store = self._listen_store(here, key_pair)
         except StartError as error:
             self._events.host_reported(0, messages.HostFailed(host=0, reason=str(error)))
@@ -244,13 +259,16 @@ class HostConnections:
         if not self._is_stopping:
             if not self._is_listening and (machine := self.engine.first_address()) is not None:
                 self._listen(machine)
-            if self._queue_state != (state := self.engine.queue_state):
+            state, failed, exited = self._loop.observe(
+                lambda: (self.engine.queue_state, self.engine.pop_failed(), self.engine.pop_exited())
+            )
+            if self._queue_state != state:
                 self._queue_state = state
                 self._events.queued(state)
-            for number, reason in self.engine.pop_failed().items():
+            for number, reason in failed.items():
                 self._hosts.pop(number, None)
                 self._events.host_reported(number, messages.HostFailed(host=number, reason=reason))
-            for number, reason in self.engine.pop_exited().items():
+            for number, reason in exited.items():
                 self._lose(number, reason)
         if self.engine.spans_machines:
             self._count_silence()

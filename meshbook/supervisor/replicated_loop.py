@@ -25,7 +25,7 @@ import zmq
 
 from meshbook.clock import monotonic, wall
 from meshbook.supervisor.event_log import EventLog, LoggedEvent, fork_with_log
-from meshbook.wire.loop import Loop, Timer
+from meshbook.wire.loop import Loop, OnFrames, Shorten, Timer, unchanged
 from meshbook.wire.processes import open_pidfd
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
@@ -88,13 +88,17 @@ class ReplicatedLoop(Loop):
     # ---- what the parts of the supervisor call
 
     def watch_socket(
-        self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None], *, logged: bool = True
+        self, socket: zmq.Socket[bytes], on_frames: OnFrames, *, logged: bool = True, shorten: Shorten = unchanged
     ) -> None:
         if not logged:
             super().watch_socket(socket, on_frames)
             return
         source = self._add_source(on_frames)
-        super().watch_socket(socket, lambda frames: self._handle(_MESSAGE, source, frames, lambda: on_frames(frames)))
+
+        def handle(frames: list[bytes]) -> None:
+            self._handle(_MESSAGE, source, shorten(frames), lambda: on_frames(frames))
+
+        super().watch_socket(socket, handle)
 
     def watch_fd(self, fd: int, on_readable: Callable[[], None], *, logged: bool = False) -> None:
         if logged:
@@ -319,11 +323,7 @@ class ReplicatedLoop(Loop):
         self._poller = zmq.Poller()
         for fd in kept:
             self._poller.register(fd, zmq.POLLIN)
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                kind = os.readlink(f"/proc/self/fd/{name}")
-                if int(name) not in kept and kind.startswith(("socket:", "anon_inode:[event")):
-                    os.close(int(name))
+        _close_sockets(kept)
 
     def _replay(self, record: LoggedEvent) -> None:
         if (record.num_timers, record.num_actions) != (self._num_timers, self._num_actions):
@@ -359,6 +359,15 @@ class ReplicatedLoop(Loop):
         self._is_replaying, self._held = False, []
         for number, handler in self._signal_handlers.items():
             signal.signal(number, handler)
+
+
+def _close_sockets(kept: set[int]) -> None:
+    """Close all sockets, and what libzmq waits with, but these."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kind = os.readlink(f"/proc/self/fd/{name}")
+            if int(name) not in kept and kind.startswith(("socket:", "anon_inode:[event")):
+                os.close(int(name))
 
 
 def _give_up(why: str) -> Any:

@@ -110,39 +110,40 @@ class StoreServer:
     def __init__(self, loop: Loop, context: zmq.Context[zmq.Socket[bytes]], address: str, token: str) -> None:
         self.address = address
         self._loop, self._context = loop, context
-        self._routers: list[LinkedRouter] = []  # each peer is known to one
+        # Each peer is known to one; with the key pair of one that listens on the network.
+        self._routers: list[tuple[LinkedRouter, tuple[bytes, bytes] | None]] = []
         self.store = KeyStore()
         self._token = token
         self._rejections = RateLimitedLog(log)
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         socket.bind(address)
-        self._serve(socket)
+        self._serve(socket, None)
 
     def listen(self, host: str, key_pair: tuple[bytes, bytes]) -> str:
         """Serve on a port of an address of this machine too, encrypted; return where."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         endpoint = keys.bind_encrypted(socket, host, key_pair)
-        self._serve(socket)
+        self._serve(socket, key_pair)
         return endpoint
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+    def _serve(self, socket: zmq.Socket[bytes], key_pair: tuple[bytes, bytes] | None) -> None:
         router = LinkedRouter(
             self._loop, socket, self._on_request, lambda peer, frames: self._on_hello(router, peer, frames)
         )
-        self._routers.append(router)
+        self._routers.append((router, key_pair))
 
     def begin_generation(self, generation: int) -> None:
         """Delete the keys of generations before the previous one, as groups are re-formed."""
         self.store.delete_prefix(f"e{generation - 2}/")
 
     def reopen(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        (router,) = self._routers  # a mesh whose store listens on the network has no standby
-        router.reopen(context)
+        for router, key_pair in self._routers:
+            router.reopen(context, curve_keys=key_pair)
 
     def close(self) -> None:
-        for router in self._routers:
+        for router, _ in self._routers:
             router.close()
 
     def _on_hello(self, router: LinkedRouter, peer: bytes, frames: list[bytes]) -> None:
@@ -163,5 +164,5 @@ class StoreServer:
             self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
         for receiver, reply in self.store.handle(peer, request):
-            for router in self._routers:
+            for router, _ in self._routers:
                 router.send(receiver, codec.encode_body(reply))

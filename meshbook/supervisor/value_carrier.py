@@ -15,6 +15,7 @@ from meshbook.fold.outcomes import failure_report_for
 from meshbook.ids import client_of_call
 from meshbook.wire import codec, messages
 from meshbook.wire.buffers import SegmentPool
+from meshbook.wire.loop import Loop
 from meshbook.wire.shared_buffers import find_shared, may_have_shared, replace_shared
 from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunk
 
@@ -31,18 +32,20 @@ class ValueCarrier:
     """Carries values between this machine and those of hosts.
 
     Args:
+        loop: the supervisor's.
         send: sends a command to hosts.
         pass_on: takes a host's report.
     """
 
     def __init__(
         self,
+        loop: Loop,
         send: Callable[[Iterable[int], bytes], None],
         pass_on: Callable[[int, messages.HostReport], None],
     ) -> None:
-        self._send, self._pass_on = send, pass_on
+        self._loop, self._send, self._pass_on = loop, send, pass_on
         self._pool = SegmentPool()
-        self._fetcher = BufferFetcher(self._pool)
+        self._fetcher = BufferFetcher(self._pool, loop.act)
         self._staged: dict[str, _Staged] = {}  # by call
         self._arriving: dict[str, int] = {}  # transfers of results, and the host of each
         self._segments: dict[str, str] = {}  # of results here, and the client that has yet to release each
@@ -91,6 +94,11 @@ class ValueCarrier:
     def client_left(self, client: str) -> None:
         self.release([segment for segment, owner in self._segments.items() if owner == client])
 
+    def take_over(self) -> None:
+        """Go on in a standby of the supervisor, which has ended, with the memory into which values were written."""
+        for name in list(self._arriving):
+            self._fetcher.cancel(name, "the mesh's supervisor was killed while it was on its way; ask for it again")
+
     def close(self) -> None:
         self._pool.close()
 
@@ -104,6 +112,7 @@ class ValueCarrier:
             self._send(staged.hosts, codec.encode_body(messages.BeginStaged(call=call, error=error)))  # type: ignore[arg-type]
 
     def _fetch(self, host: int, report: messages.CallFinished) -> None:
+        self._loop.diverge()  # memory of this process alone is reserved
         name = ""
 
         def done(found: Copies | str) -> None:

@@ -33,7 +33,11 @@ class _Peer:
 
 
 class LinkedRouter:
-    """A bound ROUTER socket that holds a link with each known peer."""
+    """A bound ROUTER socket that holds a link with each known peer.
+
+    Attributes:
+        endpoint: where it is bound; to be set if it is bound later.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class LinkedRouter:
         on_unnumbered: Callable[[bytes, list[bytes]], None],
         *,
         on_broken: Callable[[bytes], None] = lambda identity: None,
+        shorten: Callable[[bytes], bytes] = lambda body: body,
     ) -> None:
         """
         Args:
@@ -50,9 +55,11 @@ class LinkedRouter:
             on_message: called with the identity and the body of each message of a known peer: in order, and once.
             on_unnumbered: called with the identity and the frames of all else: hellos, strangers, other versions.
             on_broken: called with the identity of a peer that something was to be sent to, and is not connected.
+            shorten: returns what a standby of this process is given instead of a body.
         """
         self._loop, self.socket = loop, socket
         self._on_message, self._on_unnumbered, self._on_broken = on_message, on_unnumbered, on_broken
+        self._shorten = lambda frames: [*frames[:-1], shorten(frames[-1])]
         self._peers: dict[bytes, _Peer] = {}
         self._open: set[bytes] = set()  # identities that have introduced themselves; others' numbers count for nothing
         self._owing: dict[bytes, _Peer] = {}  # peers that are owed an acknowledgement
@@ -64,11 +71,11 @@ class LinkedRouter:
         self._watch()
 
     def _watch(self) -> None:
-        self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a broken connection is dropped silently
         self._monitor = self.socket.get_monitor_socket(int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
         self._loop.watch_socket(self._monitor, self._on_connection_event, logged=False)
-        self._loop.watch_socket(self.socket, self._on_frames)
+        self._loop.watch_socket(self.socket, self._on_frames, shorten=self._shorten)
 
     def reopen(self, context: zmq.Context[zmq.Socket[bytes]], *, curve_keys: tuple[bytes, bytes] | None = None) -> None:
         """Go on with another socket at the same address, in a process that has taken the place of its owner.
@@ -80,7 +87,8 @@ class LinkedRouter:
         keys.configure_socket(self.socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         if curve_keys is not None:
             keys.listen_encrypted(self.socket, curve_keys)
-        self.socket.bind(self._endpoint)
+        self.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
+        self.socket.bind(self.endpoint)
         self._num_broken = 0
         self._watch()
         self._sync_later({peer.identity: peer for peer in self._peers.values()})

@@ -48,6 +48,15 @@ _LOOK_AGAIN_S = 0.01
 _SNDMORE, _NOBLOCK, _POLLIN = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
+OnFrames = Callable[[list[bytes]], None]
+# Returns what a second process is given of a message instead.
+Shorten = Callable[[list[bytes]], list[bytes]]
+
+
+def unchanged(frames: list[bytes]) -> list[bytes]:
+    return frames
+
+
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
     """Send one message. As `send_multipart`, which checks and combines flags for each frame, in a third of the time."""
     for frame in frames[:-1]:
@@ -89,7 +98,7 @@ class Loop:
         self._stopped = False
 
     def watch_socket(
-        self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None], *, logged: bool = True
+        self, socket: zmq.Socket[bytes], on_frames: OnFrames, *, logged: bool = True, shorten: Shorten = unchanged
     ) -> None:
         """Call `on_frames` with each message that arrives."""
 

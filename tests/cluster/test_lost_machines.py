@@ -15,6 +15,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost
+from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
@@ -92,6 +93,19 @@ def test_what_has_ended_of_a_machine_is_told_apart_and_its_ranks_are_healed(
         heal(mesh)
 
 
+def test_a_standby_names_a_machine_that_is_lost_to_it_and_heals_it(bed: Bed) -> None:
+    with busy_mesh() as (mesh, future):
+        former = mesh.session.info.supervisor_pid
+        os.kill(former, signal.SIGKILL)
+        when(lambda: mesh.session.info.supervisor_pid != former)
+        kill_host(bed, "n2")
+        error = future.exception(WAIT_S)
+        assert isinstance(error, RankLost)
+        assert error.ranks == (2, 3)
+        assert "machine n2 has lost its host process, whose exit status was lost with a former super" in str(error)
+        heal(mesh)
+
+
 @pytest.mark.parametrize(("harm", "undo"), [(Bed.freeze, Bed.thaw), (Bed.cut, Bed.restore)], ids=["hangs", "is cut"])
 def test_a_machine_that_comes_back_by_itself_has_no_rank_twice(
     bed: Bed, harm: Callable[[Bed, str], None], undo: Callable[[Bed, str], None]
@@ -152,5 +166,5 @@ def test_a_mesh_with_a_dead_machine_is_stopped_at_once(bed: Bed) -> None:
 
 def test_a_host_whose_supervisor_is_killed_ends_its_ranks(bed: Bed) -> None:
     with busy_mesh() as (mesh, _):
-        os.kill(mesh.status().supervisor_pid, signal.SIGKILL)
+        kill_supervisor(mesh.status().supervisor_pid)
         when(lambda: not bed.processes("n1") and not bed.processes("n2"))

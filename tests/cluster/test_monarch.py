@@ -11,6 +11,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost, StartError
+from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import NETWORK, Bed
 from tests.engines.test_monarch import begin_to_sleep, driver_of
@@ -55,8 +56,8 @@ def test_a_machine_without_power_is_named_and_the_other_goes_on(bed: Bed) -> Non
 
 def test_workers_on_machines_end_when_driver_and_supervisor_are_killed(bed: Bed) -> None:
     mesh = start(bed)
-    for pid in (driver_of(mesh), mesh.status().supervisor_pid):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(driver_of(mesh), signal.SIGKILL)
+    kill_supervisor(mesh.status().supervisor_pid)
     when(lambda: not any(bed.processes(name) for name in bed.running))
 
 

@@ -15,6 +15,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost, StartError
+from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
@@ -136,7 +137,7 @@ def test_a_mesh_whose_driver_of_ray_is_killed_says_so_and_is_healed_with_another
 
 def test_hosts_end_when_the_supervisor_is_killed(ray_cluster: RayOnBed) -> None:
     mesh = start(ray_cluster)
-    os.kill(mesh.status().supervisor_pid, signal.SIGKILL)
+    kill_supervisor(mesh.status().supervisor_pid)
     when(lambda: has_no_host(ray_cluster))
     when(lambda: ray_cluster.holds() == NOTHING)
 

@@ -16,6 +16,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost, StartError
+from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
@@ -153,7 +154,7 @@ def abandoned_job(slurm: Bed) -> str:
 
     before = sleeps()
     when(lambda: bool(sleeps() - before))  # the job's script has seen the host
-    os.kill(mesh.status().supervisor_pid, signal.SIGKILL)
+    kill_supervisor(mesh.status().supervisor_pid)
     return job
 
 

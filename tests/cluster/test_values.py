@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
-from tests.budget import when
+from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
@@ -46,6 +48,27 @@ for line in open('/proc/self/maps'):
 inode""").values
     assert inodes[0] == inodes[1]
     assert inodes[2] == inodes[3]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+def test_a_value_on_its_way_when_the_supervisor_is_killed_is_whole_or_an_error_that_says_so(
+    mesh: Mesh, delay_s: float
+) -> None:
+    mesh.run("import numpy as np\nbig = np.full(4 << 20, 1.0 + rank)")  # 32 MiB
+    former = mesh.session.info.supervisor_pid
+    future = mesh.run("big", wait=False, echo=False)
+    time.sleep(delay_s)  # any moment will do
+    os.kill(former, signal.SIGKILL)
+    try:
+        values, why = future.result(WAIT_S).values, None
+    except CellError as error:
+        values, why = {}, str(error)
+    assert all((value == 1.0 + rank).all() for rank, value in values.items())
+    assert why is None or "the mesh's supervisor was killed while it was on its way; ask for it again" in why
+    again = mesh.pull("big")
+    assert all((again[rank] == 1.0 + rank).all() for rank in range(4))
+    mesh.push(big=np.zeros(4 << 20))
+    assert mesh.run("float(big.sum())").values.same() == 0.0
 
 
 def test_arguments_of_functions_arrive_too(mesh: Mesh, large: np.ndarray) -> None:

@@ -147,17 +147,17 @@ class Hangs:
 
 
 class SupervisorKills:
-    """kill -9 of supervisors and their standbys in random works (`supervisor_kills`)."""
+    """Supervisors, standbys and fork servers die in random works (`supervisor_kills`)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, num_hosts: int) -> None:
+        self._folder, self._num_hosts = folder, num_hosts
         self._mesh: Mesh | None = None
 
     def run(self, seed: int) -> Verdict:
         try:
             with deadline(lambda: self._mesh):
                 if self._mesh is None:
-                    self._mesh = supervisor_kills.start()
+                    self._mesh = supervisor_kills.start(self._num_hosts)
                 return Verdict(supervisor_kills.run_round(self._mesh, seed, self._folder / f"supervisor {seed}"))
         except (Exception, ProgramHung) as error:
             self.close()
@@ -215,7 +215,8 @@ def kinds(surroundings: Surroundings) -> dict[str, Callable[[], Kind]]:
     return {
         **programs,
         "faults": lambda: Faults(surroundings),
-        "supervisors": lambda: SupervisorKills(surroundings.folder),
+        "supervisors": lambda: SupervisorKills(surroundings.folder, 1),
+        "supervisors of hosts": lambda: SupervisorKills(surroundings.folder, 2),
         "saves": lambda: CheckpointKills(surroundings.folder),
         "chains": Chains,
         "hangs": Hangs,

@@ -1,9 +1,10 @@
-"""kill -9 of the supervisor at random moments of random work: its standby takes over, and nothing is lost.
+"""A mesh's own processes die at random moments of random work: what must go on without them does, and nothing is lost.
 
-Each round begins a work and, at a moment that the seed chooses, kills the supervisor, its standby, or one supervisor
-after the other. The work must come to what it comes to without: each line once, each value whole. Then the next cell
-must run on all ranks, within 5 s and with their variables. The supervisor's log must not say that a standby had
-diverged.
+Each round begins a work and, at a moment that the seed chooses, kills the supervisor, its standby or the fork server,
+or stops the supervisor for a while, alone or one after the other. The work must come to what it comes to without: each
+line once, each value whole. Then the next cell must run on all ranks, within 5 s and with their variables. The
+supervisor's log must not say that a standby had diverged. Ranks are on one host, or on two that are processes of their
+own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from meshbook.wire.keys import runtime_folder
 from meshbook.wire.processes import forks_of
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
+from tests.campaign.scene import fork_server_of
 
 RANKS = 2
 _NEXT_CELL_S = 5.0
@@ -38,6 +40,7 @@ class Killer:
 
     def __init__(self, mesh: Mesh, rng: random.Random) -> None:
         self._mesh, self._rng = mesh, rng
+        self._rank_0 = mesh.status().ranks[0].pid
         self.done: list[str] = []
         self._thread = threading.Thread(target=self._kill)
 
@@ -48,21 +51,34 @@ class Killer:
         self._thread.join()
 
     def _kill(self) -> None:
-        victims = self._rng.choice([["supervisor"], ["supervisor"], ["standby"], ["supervisor", "supervisor"]])
-        for victim in victims:
+        first = self._rng.choice(["supervisor", "supervisor", "standby", "fork server", "stopped supervisor"])
+        second = self._rng.choice([None, None, "supervisor", "fork server"])
+        for victim in [first] if second is None else [first, second]:
             pause = self._rng.choice([0.0, 0.02, 0.1, 0.4, 2.0]) * self._rng.random()
             time.sleep(pause)
             supervisor = self._mesh.session.info.supervisor_pid
-            for pid in [supervisor] if victim == "supervisor" else forks_of(supervisor):
+            for pid in self._pids(victim, supervisor):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.done.append(f"{victim} {pid} after {pause:.3f} s")
-            if victim == "supervisor":
+                    os.kill(pid, signal.SIGSTOP if victim == "stopped supervisor" else signal.SIGKILL)
+            self.done.append(f"{victim} after {pause:.3f} s")
+            if victim == "stopped supervisor":
+                time.sleep(self._rng.random())
+                os.kill(supervisor, signal.SIGCONT)
+            elif victim == "supervisor":
                 when(
                     lambda former=supervisor: self._mesh.session.info.supervisor_pid != former,  # type: ignore[misc]
                     "that a standby takes over",
                     within_s=_NEXT_CELL_S,
                 )
+
+    def _pids(self, victim: str, supervisor: int) -> list[int]:
+        match victim:
+            case "standby":
+                return forks_of(supervisor)
+            case "fork server":  # of rank 0's host; killed once, there may be none
+                server = None if self._rank_0 is None else fork_server_of(self._rank_0)
+                return [] if server is None else [server]
+        return [supervisor]
 
 
 # ---- works
@@ -182,8 +198,8 @@ WORKS = {
 # ---- rounds
 
 
-def start() -> Mesh:
-    mesh = create_mesh({"dp": RANKS})
+def start(num_hosts: int) -> Mesh:
+    mesh = create_mesh({"dp": RANKS}, num_hosts=num_hosts)
     mesh.run("kept = rank", setup=True, echo=False)
     return mesh
 

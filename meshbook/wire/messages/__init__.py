@@ -95,6 +95,7 @@ HostCommand = (
     | SyncFiles
     | FileParts
     | LeaveMesh
+    | ShowNotice
     | FindSharded
     | MoveShards
     | FormGroups

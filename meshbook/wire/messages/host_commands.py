@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.mesh import MeshSpec, RankPosition
+from meshbook.wire.messages.output import Notice
 from meshbook.wire.messages.payloads import Message, SharedBuffer
 
 # Commands: supervisor -> host -> rank, beside those that are forwarded
@@ -73,6 +74,13 @@ class BufferChunk(Message):
     index: int
     data: bytes = b""
     error: str = ""  # why it cannot be had
+    left_out: int = 0  # bytes of the data that are not here, in a supervisor's standby
+
+
+class ShowNotice(Message):
+    """To a host: show this once, in the calls that its ranks run, else in the next one."""
+
+    notice: Notice
 
 
 class LeaveMesh(Message):
