@@ -92,6 +92,8 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     runner = CodeRunner(shell, output, gate)
     running_file = lambda: runner.running_file  # noqa: E731
     rank, device, state = config.rank, choose_device(config), CallState(config.rank)
+    if device == "cpu":  # else accelerate, and transformers' Trainer, take each rank for a process alone
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     state.cell_title = shell.cell_title
     outbox = Outbox()
     groups = RankGroups(

@@ -19,7 +19,6 @@ import pytest
 from meshbook.errors import MeshShapeError, RankLost
 from meshbook.rank.process_groups import positions
 from tests.budget import WAIT_S
-from tests.ports import unused_port
 from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World, wait_until_stuck
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
@@ -709,24 +708,53 @@ def test_destroying_a_group_with_an_operation_under_way_does_not_hang(trio: Worl
     assert trio.run(total) == [18.0] * 3
 
 
-def world_of_the_users_own(here: RankContext, port: int) -> float:
-    """What scripts written for torchrun do, after leaving our world."""
+def run_a_script_of_torchruns(here: RankContext) -> list[float]:
+    """What scripts begin and end with, twice: their own set-up, groups of their own, and the end of all groups."""
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
+    from torch.distributed import destroy_process_group, init_process_group
 
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=here.rank, world_size=here.size)
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    pair = dist.new_group([0, 1])
-    if here.rank < 2:
-        dist.all_reduce(x, group=pair)
-    return float(x.item())
+    sums = []
+    for timeout in (None, timedelta(hours=2)):
+        init_process_group("cpu:gloo,cuda:nccl", "env://", timeout, here.size, here.rank)
+        pair = dist.new_group([0, 1])
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        if here.rank < 2:
+            dist.all_reduce(x, group=pair)
+        sums.append(float(x.item()))
+        destroy_process_group()
+        assert pair not in dist.distributed_c10d._world.pg_map
+    assert dist.group.WORLD.timeout == timedelta(hours=2)
+    return sums
 
 
-def test_a_user_may_leave_our_world_for_one_of_their_own_and_come_back(trio: World) -> None:
-    assert trio.run(world_of_the_users_own, unused_port()) == [6.0, 6.0, 3.0]
+def test_a_script_finds_the_meshs_world_formed_and_leaves_it_at_its_end(trio: World) -> None:
+    assert trio.run(run_a_script_of_torchruns) == [[6.0] * 2, [6.0] * 2, [3.0] * 2]
     trio.form_groups()
+    assert trio.run(total) == [18.0] * 3
+
+
+def begin_other_worlds(here: RankContext) -> list[str]:
+    import torch.distributed as dist
+
+    said = []
+    for options in ({"world_size": 8, "rank": here.rank}, {"rank": (here.rank + 1) % 3}, {"backend": "nccl"}):
+        try:
+            dist.init_process_group(**options)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_world_that_the_mesh_does_not_have_is_refused(trio: World) -> None:
+    larger, moved, nccl = trio.run(begin_other_worlds)[0]
+    assert "this process is rank 0 of 3 of a mesh" in larger
+    assert "asks for rank 0 of 8; take dist.get_rank()" in larger
+    assert "asks for rank 1 of 3" in moved
+    assert 'asks for "nccl", and the mesh has formed the process group with "cpu:gloo,cuda:gloo"' in nccl
     assert trio.run(total) == [18.0] * 3
 
 

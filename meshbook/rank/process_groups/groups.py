@@ -69,9 +69,8 @@ class ProcessGroups:
         self, ring: CollectiveRing, *, collective_timeout_s: float = _TIMEOUT_S, exits: ExitQuestions | None = None
     ) -> None:
         """collective_timeout_s: of the groups that `form` makes, on gloo. exits: see `GroupHealth`."""
-        self.ring = ring
+        self.ring, self.table = ring, GroupTable(exits)
         self.observers: list[Observer] = []
-        self.table = GroupTable(exits)
         self.mesh: DeviceMesh | None = None
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
         self._generation, self._aborts = Generation(exits), BackendAborts()
@@ -79,8 +78,9 @@ class ProcessGroups:
         self.timeouts = CollectiveTimeouts(ring, self.table, self._aborts)
         self.solo = SoloGroups(self.table)
         self._patches = TorchPatches(
-            self._create_group, lambda: self._generation.abort_failure, self.solo.name_for, self.solo.hashed_names.next
-        )
+            self._create_group, lambda: self._generation.abort_failure, self.solo.name_for,
+            self.solo.hashed_names.next, lambda: self._mesh_group_names,
+        )  # fmt: skip
         self._layout: MeshLayout | None = None
         self._mesh_layout: MeshLayout | None = None  # that of `mesh`
         self._lasting_meshes = LastingMeshes()

@@ -2,13 +2,15 @@
 
 `init_process_group` and `new_group` both create groups by one function of torch. Four more are patched, because they
 treat a `WatchedGroup` differently from torch's own groups, reach past it, lose the type of its errors, or name a group
-differently on its members (`hashed_names`).
+differently on its members (`hashed_names`). `init_process_group` and `destroy_process_group` are patched so that
+scripts, which begin and end with them, find the mesh's group and leave it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -61,16 +63,18 @@ class TorchPatches:
         abort_failure: Callable[[], GroupFailure | None],
         name_for: Callable[[Sequence[int]], str | None],
         hashed_name: Callable[[Sequence[int]], str] | None = None,
+        own_groups: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """
         Args:
+            own_groups: returns the names of the groups that the mesh itself has formed, with the world; (): it has not.
             abort_failure: returns what all groups were aborted with since they were formed.
             name_for: returns the name that a new group of these global ranks gets; None: torch's.
             hashed_name: returns the name that torch gives a group that only its members make; None: torch's.
         """
         self.is_backward_incomplete = False
         self._create_group, self._abort_failure, self._name_for = create_group, abort_failure, name_for
-        self._hashed_name = hashed_name
+        self._hashed_name, self._own_groups = hashed_name, own_groups
         self._shares_gpu = False
         self._requested_backends: dict[str, str] = {}  # of the group being created
         self._originals: list[tuple[Any, str, Any]] = []  # module, name, original function
@@ -103,6 +107,12 @@ class TorchPatches:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             return self._run_backward(backward, args, kwargs)
 
+        for name, function in (
+            ("init_process_group", self._initialize(c10d.init_process_group)),
+            ("destroy_process_group", self._destroy(c10d.destroy_process_group)),
+        ):
+            self._patch(c10d, name, function)
+            self._patch(dist, name, function)
         self._patch(c10d, "_new_process_group_helper", new_process_group)
         self._patch(c10d, "_set_pg_timeout", set_group_timeout)
         self._patch(c10d, "batch_isend_irecv", batch_isend_irecv)
@@ -121,6 +131,38 @@ class TorchPatches:
     def _patch(self, module: Any, name: str, function: Callable[..., Any]) -> None:
         self._originals.append((module, name, getattr(module, name)))
         setattr(module, name, function)
+
+    def _initialize(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        """Return torch's function, which finds the mesh's group done if it asks for such a one."""
+        signature = inspect.signature(initialize)
+
+        @functools.wraps(initialize)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if not self._own_groups():
+                return initialize(*args, **kwargs)
+            asked = signature.bind(*args, **kwargs).arguments
+            # Ranks that share a GPU have gloo in NCCL's place.
+            backend = None if self._shares_gpu else asked.get("backend")
+            _check_world(backend, asked.get("rank", -1), asked.get("world_size", -1))
+            if asked.get("timeout") is not None:
+                dist.group.WORLD.set_timeout(asked["timeout"])  # type: ignore[union-attr]
+            return None
+
+        return init_process_group
+
+    def _destroy(self, destroy: Callable[..., None]) -> Callable[..., None]:
+        """Return torch's function, which leaves the mesh's own groups: cells to come need them."""
+
+        @functools.wraps(destroy)
+        def destroy_process_group(group: Any = None) -> None:
+            own = self._own_groups()
+            if not own or group not in (None, dist.group.WORLD):
+                return destroy(group)
+            for made in [made for made in c10d._world.pg_map if made.group_name not in own]:
+                destroy(made)
+            return None
+
+        return destroy_process_group
 
     def _new_process_group(self, helper: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         """Call torch's helper so that it creates a WatchedGroup under the requested name."""
@@ -189,6 +231,27 @@ class TorchPatches:
             raise replacement from None
         finally:
             self.is_backward_incomplete = self.is_backward_incomplete or not ended
+
+
+def _check_world(backend: str | None, rank: int, size: int) -> None:
+    """Raise ValueError if the world group of the mesh is not what `init_process_group` asks for."""
+    own_rank, own_size, own_backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend_config())
+    asked = rank if rank != -1 else own_rank, size if size != -1 else own_size
+    if asked != (own_rank, own_size):
+        raise ValueError(
+            f"this process is rank {own_rank} of {own_size} of a mesh, which has formed the process group, and "
+            f"init_process_group asks for rank {asked[0]} of {asked[1]}; take dist.get_rank() and "
+            "dist.get_world_size(), or dist.new_group for fewer ranks; %mesh resize changes how many there are"
+        )
+    if backend is None:
+        return
+    wanted = c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    there = c10d.BackendConfig(dist.Backend(own_backend)).get_device_backend_map()
+    if all(there.get(device) != kind for device, kind in wanted.items()):
+        raise ValueError(
+            f'init_process_group asks for "{backend}", and the mesh has formed the process group with "{own_backend}"; '
+            "leave out the backend, or the call"
+        )
 
 
 def _world_is_on_gloo() -> bool:
