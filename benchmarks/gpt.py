@@ -56,12 +56,12 @@ def data(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, y, torch.arange(length)
 
 
-def remote_data(mesh: Any, batch: int, length: int) -> tuple[torch.Tensor, ...]:
-    """The same on a mesh: the batch is cut over its axis "dp", the places are on every rank."""
+def remote_data(mesh: Any, batch: int, length: int, *, is_cut: bool = True) -> tuple[torch.Tensor, ...]:
+    """The same on a mesh: the batch is cut over its axis "dp", or whole on every rank, as the places are."""
     import meshbook
 
     x, y, places = data(batch, length)
-    cut = (meshbook.distribute(tensor, mesh, sharding_spec=["dp"]) for tensor in (x, y))
+    cut = (meshbook.distribute(tensor, mesh, sharding_spec=["dp"] if is_cut else []) for tensor in (x, y))
     return *cut, meshbook.distribute(places, mesh, sharding_spec=[])
 
 
@@ -156,3 +156,46 @@ def fsdp_step(mesh: Any, rank: int, width: int, layers: int, batch: int, length:
     x, y = x.chunk(mesh.size())[rank], y.chunk(mesh.size())[rank]
     optimizer = adamw(model)
     return lambda: train_step(model, optimizer, x, y, places)
+
+
+class Stage(nn.Module):
+    """A stage's share of a GPT's blocks; before them the first one has the embeddings, after them the last the head."""
+
+    def __init__(self, model: GPT, stage: int, num_stages: int) -> None:
+        super().__init__()
+        first, stop = (at * len(model.blocks) // num_stages for at in (stage, stage + 1))
+        self.blocks = model.blocks[first:stop]
+        self.before = nn.ModuleList([model.tokens, model.places] if stage == 0 else [])
+        self.after = nn.Sequential(*([model.norm, model.head] if stage == num_stages - 1 else []))
+
+    def forward(self, x: Any) -> Any:
+        if self.before:
+            tokens, places = self.before
+            x = tokens(x) + places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x)
+
+
+def pipeline_step(mesh: Any, rank: int, width: int, layers: int, batch: int, length: int) -> Callable[[], Any]:
+    """GPipe by hand, with as many microbatches as strategy="pp" takes by itself."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def loss_of(logits: Any, y: Any) -> Any:
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), y.reshape(-1))
+
+    torch.manual_seed(0)
+    part = Stage(GPT(width, layers, length), rank, mesh.size())
+    stage = PipelineStage(part, rank, mesh.size(), torch.device("cpu"), group=mesh.get_group())
+    schedule = ScheduleGPipe(stage, min(batch, 4 * mesh.size()), loss_of)
+    x, y, _ = data(batch, length)
+    optimizer = adamw(part)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        losses: list[Any] = []
+        schedule.step(*([x] if rank == 0 else []), target=y.view(batch, length), losses=losses, return_outputs=False)
+        optimizer.step()
+        return losses
+
+    return step

@@ -1,11 +1,11 @@
-"""`meshbook.distribute(strategy=...)` against what people write instead: an FSDP2 script under torchrun; `generate`.
+"""`meshbook.distribute(strategy=...)` against what people write instead, FSDP2 and GPipe under torchrun; `generate`.
 
 The script's ranks are processes of torchrun's own beside the mesh's, and both train in turns. What is sent for a step
 in the notebook costs the notebook's process too, which the clock shows where cores are left for it.
 
     python -m benchmarks.strategies [--quick]
 
-This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET WIDTH LAYERS BATCH LENGTH`.
+This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET STRATEGY WIDTH LAYERS BATCH LENGTH`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import engine_of
 
 SIZES = ((256, 4, 16, 64, 4), (512, 4, 16, 64, 2))  # width, layers, batch, length; steps that are timed together
-TORCHRUN, LINES, RECORDED = "FSDP2 by torchrun", "distribute(strategy='fsdp')", "the same, recorded"
-CPU_LIMIT, CLOCK_LIMIT = 1.05, 1.10
+PEERS = {"fsdp": "FSDP2 by torchrun", "pp": "ScheduleGPipe by torchrun"}  # what each strategy is held against
+CPU_LIMIT, CLOCK_LIMIT = 1.05, 1.10  # of fsdp
 
 WRITTEN = 16  # tokens
 GENERATE_LIMIT = 0.5
@@ -45,7 +45,8 @@ def measure(quick: bool, folder: Path) -> Report:
     for ranks in (2,) if quick else (2, 4):
         with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
             for size in SIZES[: 1 if quick else None]:
-                steps(report, mesh, folder, *size, rounds=2 if quick else 9)
+                steps(report, mesh, folder, "fsdp", *size, rounds=2 if quick else 9)
+            steps(report, mesh, folder, "pp", *SIZES[0], rounds=2 if quick else 9)
             if ranks == 2:
                 writing(report, mesh, rounds=2 if quick else 7)
     return report
@@ -55,6 +56,7 @@ def steps(
     report: Report,
     mesh: Any,
     folder: Path,
+    strategy: str,
     width: int,
     layers: int,
     batch: int,
@@ -64,30 +66,32 @@ def steps(
 ) -> None:
     """A training step of a GPT of one size."""
     engine, pids = engine_of(mesh), list(mesh.execute(os.getpid).values())
-    given = gpt.remote_data(mesh, batch, length)
+    given = gpt.remote_data(mesh, batch, length, is_cut=strategy == "fsdp")
+    peer, lines = PEERS[strategy], f"distribute(strategy={strategy!r})"
 
     def stepper() -> Callable[[], Any]:
-        to_ranks = functools.partial(meshbook.distribute, mesh=mesh, strategy="fsdp")
+        to_ranks = functools.partial(meshbook.distribute, mesh=mesh, strategy=strategy, axis="dp")
         return gpt.remote_step(to_ranks, width, layers, length, given)
 
     by_lines, recorded = stepper(), meshbook.record(stepper())
-    with script(folder, len(pids), width, layers, batch, length) as (train, script_pids):
+    with script(folder, len(pids), strategy, width, layers, batch, length) as (train, script_pids):
         contestants = {
-            TORCHRUN: cost(lambda: train(iters), script_pids, iters),
-            LINES: cost(loop(by_lines, iters, engine), pids, iters),
-            RECORDED: cost(loop(recorded, iters, engine), pids, iters),
+            peer: cost(lambda: train(iters), script_pids, iters),
+            lines: cost(loop(by_lines, iters, engine), pids, iters),
+            f"{lines}, recorded": cost(loop(recorded, iters, engine), pids, iters),
         }
         found = workbench.take_turns(contestants, rounds, warm_up=2)
     where = f"d={width} L={layers}, {len(pids)} ranks"
     for name, samples in found.items():
         taken, rank_cpu, own_cpu = zip(*samples, strict=True)
         for what, figures, limit in (("", taken, CLOCK_LIMIT), (", CPU of a rank", rank_cpu, CPU_LIMIT)):
-            row, against = f"{where}: {name}{what}", f"{where}: {TORCHRUN}{what}"
-            report.add(row, figures, "ms", against=None if name == TORCHRUN else against)
+            row, against = f"{where}: {name}{what}", f"{where}: {peer}{what}"
+            report.add(row, figures, "ms", against=None if name == peer else against)
             # With a core for each rank and for the notebook the clock is promised, otherwise it shows who had to wait.
-            if name != TORCHRUN and (what or (os.cpu_count() or 1) > len(pids)):
+            is_promised = name != peer and strategy == "fsdp"
+            if is_promised and (what or (os.cpu_count() or 1) > len(pids)):
                 report.promise(f"{row}, against torchrun", report.ratio(row), limit, "x")
-        if name != TORCHRUN:
+        if name != peer:
             report.add(f"{where}: {name}, CPU of this process", own_cpu, "ms")
 
 
@@ -135,13 +139,13 @@ def writing(report: Report, mesh: Any, rounds: int) -> None:
 
 
 @contextlib.contextmanager
-def script(folder: Path, ranks: int, *size: int) -> Iterator[tuple[Callable[[int], None], list[int]]]:
+def script(folder: Path, ranks: int, strategy: str, *size: int) -> Iterator[tuple[Callable[[int], None], list[int]]]:
     """The script under torchrun; yields a function that has it do some steps, and the process IDs of its ranks."""
     address = str(folder / "torchrun.sock")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with Listener(address, "AF_UNIX", backlog=ranks) as listener:
         process = subprocess.Popen(
-            [*command, "-m", "benchmarks.strategies", address, *map(str, size)],
+            [*command, "-m", "benchmarks.strategies", address, strategy, *map(str, size)],
             cwd=workbench.ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -163,12 +167,13 @@ def script(folder: Path, ranks: int, *size: int) -> Iterator[tuple[Callable[[int
             process.wait()
 
 
-def serve(address: str, size: list[int]) -> None:
+def serve(address: str, strategy: str, size: list[int]) -> None:
     """A rank of the script: makes as many steps as it is sent numbers for."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    step = gpt.fsdp_step(mesh, int(os.environ["RANK"]), *size)
+    make = gpt.pipeline_step if strategy == "pp" else gpt.fsdp_step
+    step = make(mesh, int(os.environ["RANK"]), *size)
     with Client(address, "AF_UNIX") as connection, contextlib.suppress(EOFError):
         connection.send(os.getpid())
         while True:
@@ -180,6 +185,6 @@ def serve(address: str, size: list[int]) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        serve(sys.argv[1], [int(argument) for argument in sys.argv[2:]])
+        serve(sys.argv[1], sys.argv[2], [int(argument) for argument in sys.argv[3:]])
     else:
         workbench.run_alone(measure, __doc__)
