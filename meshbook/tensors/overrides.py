@@ -170,13 +170,6 @@ def _amp_unscale(func: Any, args: Any, kwargs: Any) -> None:
         grad.mul_(scale)
 
 
-def _refuse_fused(func: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError(
-        f"{func._opname}: this optimizer has no fused step on a mesh (Adam and AdamW have); leave fused=True out, or "
-        "say foreach=True"
-    )
-
-
 def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a meta tensor for `x.to("meta")`: torch's own code uses it for the shape of a result, without data."""
     device = kwargs.get("device")
@@ -394,10 +387,6 @@ OVERRIDES: dict[Any, Override] = {
     aten._to_copy.default: _to_copy,
     aten._foreach_copy_.default: _foreach_copy,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _amp_unscale,
-    aten._fused_sgd_.default: _refuse_fused,
-    aten._fused_sgd_.tensor_lr: _refuse_fused,
-    aten._fused_adagrad_.default: _refuse_fused,
-    aten._fused_adagrad_.tensor_lr: _refuse_fused,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,

@@ -29,6 +29,8 @@ def written_leaves(function: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     if schema is None or not schema.is_mutable:
         return
     for position, argument in enumerate(schema.arguments):
+        if (schema.name, argument.name) == ("aten::_fused_adagrad_", "state_steps"):
+            continue  # said to be written by mistake: its kernels read the counts, as those of Adam do
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from pytree.tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
 

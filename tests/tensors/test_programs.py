@@ -126,6 +126,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adam, for each": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3, amsgrad=True, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, fused=True),
+    "AdamW, fused, its rate a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), eps=1e-3, fused=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, 0.1, fused=True),
+    "SGD, fused, with momentum": lambda p: torch.optim.SGD(p, torch.tensor(0.1), 0.9, nesterov=True, fused=True),
+    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, 1e-2, lr_decay=0.1, eps=1e-3, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1e-3),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-2, eps=1e-3, momentum=0.9),
     "Rprop, for each": lambda p: torch.optim.Rprop(p, 1e-2, foreach=True),
@@ -163,8 +167,3 @@ def test_optimizers_step_as_in_one_process(mesh2: Mesh) -> None:
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_fused_step_that_there_is_not_is_refused(mesh2: Mesh) -> None:
-    with pytest.raises(NotImplementedError, match="foreach=True"):
-        here_and_there(optimized(lambda p: torch.optim.SGD(p, 0.1, fused=True)), mesh2)

@@ -172,6 +172,21 @@ def test_parametrized_modules_are_made_on_the_ranks_and_not_sent(mesh2: Mesh, st
         meshbook.distribute(normed(), mesh2, strategy=strategy)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_steps_of_sharded_modules_are_those_of_one_process(mesh2: Mesh, kind: Any) -> None:
+    torch.manual_seed(0)
+    alone = nn.Linear(8, 4)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="fsdp")
+    for one in (alone, model):
+        optimizer, scaler = kind(one.parameters(), lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for x in (torch.ones(4, 8), torch.full((4, 8), torch.inf), torch.ones(4, 8)):
+            optimizer.zero_grad()
+            scaler.scale(one(x).square().mean()).backward()
+            scaler.step(optimizer)  # the second one is left out
+            scaler.update()
+    torch.testing.assert_close(model.state_dict(full=True), alone.state_dict())
+
+
 def test_a_fused_step_that_a_mesh_cannot_take_says_what_to_leave_out(mesh2: Mesh) -> None:
     model = meshbook.distribute(lambda: nn.Linear(8, 1), mesh2, strategy="fsdp")  # one row, two ranks
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

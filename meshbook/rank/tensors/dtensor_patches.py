@@ -23,6 +23,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 
 from meshbook.rank.tensors import attention
@@ -41,6 +42,7 @@ def install() -> None:
         _installed = True
         _collective_utils._mesh_resources = _HostsOfOneDevice()  # type: ignore[assignment, attr-defined]
         attention.register_shardings(register_sharding)
+        _register_fused_steps()
         _register_other_ops()
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator._propagate_tensor_meta_non_cached = _ResultMetas(propagator._propagate_tensor_meta_non_cached)
@@ -131,6 +133,23 @@ def in_remote_op() -> Iterator[None]:
 
 def _should_log(record: logging.LogRecord) -> bool:
     return not _remote_op_depth.depth or record.levelno >= logging.ERROR
+
+
+_aten_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # its end would end the registrations
+
+
+def _register_fused_steps() -> None:
+    """Register the steps of fused optimizers for which torch has no sharding (all but Adam's), or no meta kernel.
+
+    They work on each element independently, and give nothing.
+    """
+    rules = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    for step in (aten._fused_sgd_, aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_):
+        for operator in (step.default, step.tensor_lr):
+            if operator not in rules:
+                _register_single_dim_pointwise(operator)
+            if not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
+                _aten_library.impl(operator, lambda *args, **kwargs: None, "Meta")
 
 
 def _register_other_ops() -> None:
