@@ -341,11 +341,13 @@ class RemoteModule(nn.Module):
         return self._client.generate(args, kwargs)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Save a Hugging Face model as a folder that plain transformers reads. Blocks. The first rank writes.
+        """Save a Hugging Face model as a folder that plain transformers reads. Blocks.
+
+        The first rank writes, and gathers the tensors of one file at a time.
 
         Args:
             folder: on the first rank's machine.
-            options: of the model's own `save_pretrained`, such as `max_shard_size`.
+            options: of the model's own `save_pretrained`, such as `max_shard_size`, here "5GB".
 
         Raises:
             CellError: it failed on the ranks, or the module has no `save_pretrained`.

@@ -233,6 +233,48 @@ def test_blocks_that_are_computed_again_fill_no_cache(name: str, mesh2: Mesh) ->
     check_training(meshbook.distribute(plain, mesh2, strategy=meshbook.Plan(fsdp="dp", ac="every block")), plain, name)
 
 
+# Has a rank note the most bytes that it holds at one time of what it gathers for files, and makes of that.
+COUNT_GATHERED = """
+import weakref
+from torch.distributed.tensor import DTensor
+from meshbook.rank.tensors.file_tensors import GatheredTensors
+gather, compute = DTensor.full_tensor, GatheredTensors.compute
+held, most = {}, 0
+def count(tensor):
+    global most
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in held:
+        weakref.finalize(storage, held.pop, storage.data_ptr())
+        held[storage.data_ptr()] = storage.nbytes()
+        most = max(most, sum(held.values()))
+    return tensor
+DTensor.full_tensor = lambda self: count(gather(self).clone())
+GatheredTensors.compute = lambda self, what: [count(tensor) for tensor in compute(self, what)]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("tp", marks=pytest.mark.thorough), "pp"])
+@pytest.mark.parametrize("name", ["Llama, tied", "Mixtral"])
+def test_the_rank_that_saves_a_model_gathers_what_one_file_takes(
+    name: str, strategy: str, mesh2: Mesh, tmp_path: Path
+) -> None:
+    plain, file_size = make(name), 30_000
+    model = meshbook.distribute(make(name), mesh2, strategy=strategy, axis="dp")
+    mesh2.run(COUNT_GATHERED)
+    try:
+        model.save_pretrained(tmp_path, max_shard_size=file_size)
+        most = mesh2.run("most").values
+    finally:
+        mesh2.run("DTensor.full_tensor, GatheredTensors.compute = gather, compute")
+    sizes = [tensor.nbytes for tensor in plain.parameters()]
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) >= sum(sizes) / file_size
+    assert 0 < most[0] <= file_size + 2 * max(sizes) < sum(sizes)  # a file, a tensor and what is made of it
+    assert 0 < most[1] <= max(sizes)
+    back = type(plain).from_pretrained(tmp_path)
+    for full, tensor in plain.state_dict().items():
+        assert torch.equal(back.state_dict()[full], tensor)
+
+
 def test_a_model_is_saved_to_the_folder_that_it_was_read_from(mesh2: Mesh, tmp_path: Path) -> None:
     plain = make("Llama")
     model = meshbook.distribute(save(plain, tmp_path), mesh2, strategy="fsdp")
@@ -243,6 +285,35 @@ def test_a_model_is_saved_to_the_folder_that_it_was_read_from(mesh2: Mesh, tmp_p
     back = type(plain).from_pretrained(tmp_path).state_dict()
     for full, tensor in plain.state_dict().items():
         assert torch.equal(back[full], 2 * tensor)
+
+
+def test_a_save_that_fails_ends_on_all_ranks_and_the_next_one_is_right(mesh2: Mesh, tmp_path: Path) -> None:
+    plain = make("Llama")
+    model = meshbook.distribute(make("Llama"), mesh2, strategy="fsdp")
+    (tmp_path / "file").touch()
+    with pytest.raises(CellError, match="NotADirectoryError"):
+        model.save_pretrained(tmp_path / "file" / "folder")
+    back = type(plain).from_pretrained(save(model, tmp_path / "folder")).state_dict()
+    for full, tensor in plain.state_dict().items():
+        assert torch.equal(back[full], tensor)
+
+
+class Emptied(torch.nn.Sequential):
+    """Writes into what it saves, of which nothing would come into the file."""
+
+    def save_pretrained(self, folder: str, state_dict: Any) -> None:
+        torch.save({name: tensor.T for name, tensor in state_dict.items()}, folder)
+        next(iter(state_dict.values())).zero_()
+
+
+def test_a_save_of_ones_own_gets_tensors_that_torch_saves_and_that_nothing_is_written_into(
+    mesh2: Mesh, tmp_path: Path
+) -> None:
+    plain = Emptied(torch.nn.Linear(4, 6, bias=False))
+    model = meshbook.distribute(plain, mesh2, strategy="fsdp")
+    with pytest.raises(CellError, match=r"runs aten.zero_.default on a tensor that lies on several ranks"):
+        model.save_pretrained(tmp_path / "file")
+    assert torch.equal(torch.load(tmp_path / "file")["0.weight"], plain[0].weight.T)
 
 
 def test_a_step_after_generate_is_that_of_one_process(mesh2: Mesh, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ reads what this rank has of each.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -23,10 +25,15 @@ from torch.utils import _pytree as pytree
 from meshbook.errors import MeshbookError, UsageError, message_of
 from meshbook.rank.process_groups.interrupted_steps import fsdp_param_groups, fsdp_state
 from meshbook.rank.state.modules import reshard
+from meshbook.rank.tensors.file_tensors import GatheredTensors
 from meshbook.rank.tensors.mesh_speed import free_bytes
 from meshbook.rank.tensors.pipeline import pipelines_of
 
 INSTALL = "pip install 'meshbook[hf]'"
+
+# Of a file of a model that is saved, and so what the rank that writes it holds at one time. transformers' own is 50 GB,
+# one file for most models; before, and in huggingface_hub, it was this.
+FILE_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
@@ -283,13 +290,29 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
         reshard(module)
 
 
-def save(module: Any, folder: str, options: dict[str, Any]) -> None:
-    """Save a model as a folder that plain transformers reads. A collective; the first rank writes."""
+@torch.no_grad()
+def save(module: Any, mesh: DeviceMesh, folder: str, options: dict[str, Any]) -> None:
+    """Save a model as a folder that plain transformers reads. A collective; the mesh's first rank writes.
+
+    It gathers the tensors of a file when it writes that, and lets go of them.
+    """
     if not callable(getattr(module, "save_pretrained", None)):
         raise UsageError(
             f"a {type(module).__name__} has no save_pretrained(), which models of Hugging Face have; save "
             "model.state_dict(full=True)"
         )
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if torch.distributed.get_rank() == 0:
+    state: dict[str, Any] = get_model_state_dict(module)
+    names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+    tensors = GatheredTensors([state[name] for name in names], mesh)
+    if not tensors.is_first:
+        tensors.take_part()
+        return
+    if "max_shard_size" in inspect.signature(module.save_pretrained).parameters:
+        options = {"max_shard_size": FILE_SIZE, **options}
+    state.update(zip(names, tensors.for_files(), strict=True))
+    try:
         module.save_pretrained(folder, state_dict=state, **options)
+    except Exception:  # a Stop has ended it on the other ranks too
+        tensors.end()
+        raise
+    tensors.end()
