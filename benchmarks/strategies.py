@@ -124,7 +124,7 @@ def writing(report: Report, mesh: Any, rounds: int) -> None:
 
     models = {
         f"generate, {name}": meshbook.distribute(plain, mesh, strategy=name, axis="dp")
-        for name in ("ddp", "fsdp", "tp")
+        for name in ("ddp", "fsdp", "tp", "pp")
     }
     contestants = {ONE_PROCESS: speed_of(plain), **{name: speed_of(model) for name, model in models.items()}}
     for name, speeds in workbench.take_turns(contestants, rounds, warm_up=1).items():

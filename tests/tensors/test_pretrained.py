@@ -348,6 +348,68 @@ def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(mesh2: Mesh) 
         first.past_key_values.get_seq_length()
 
 
+# Has a rank note how many positions its stage computes in each forward, and how wide the keys of each layer are.
+WATCH_CACHES = """
+from meshbook.rank.tensors.pipeline import StageRun
+forward, positions, widths = StageRun.forward, [], []
+def watched(self, hidden, **options):
+    found = forward(self, hidden, **options)
+    positions.append(hidden.shape[1])
+    layers = [layer for cache in self._calls[0].caches for layer in cache.layers]
+    widths[:] = [layer.keys.shape[-1] for layer in layers]
+    return found
+StageRun.forward = watched
+"""
+
+
+def test_each_stage_keeps_the_keys_of_its_own_blocks_and_computes_each_position_once(mesh2: Mesh) -> None:
+    plain = make("Llama")
+    model = meshbook.distribute(make("Llama"), mesh2, strategy="pp", axis="dp")
+    write: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    expected = plain.generate(IDS, **write)
+    mesh2.run(WATCH_CACHES)
+    try:
+        assert torch.equal(model.generate(IDS, **write), expected)
+        assert mesh2.run("positions").values == {0: [10, 1, 1, 1], 1: [10, 1, 1, 1]}
+        assert mesh2.run("widths").values == {0: [8, 1], 1: [1, 8]}  # one number stands for the others' keys
+        mesh2.run("positions.clear()")
+        assert torch.equal(model.generate(IDS, use_cache=False, **write), expected)
+        assert mesh2.run("positions").values[0] == [10, 11, 12, 13]
+    finally:
+        mesh2.run("StageRun.forward = forward")
+    found = model.generate(IDS, return_dict_in_generate=True, output_logits=True, **write)
+    assert torch.equal(found.sequences, expected)
+    assert not {"cache", "past_key_values"}.intersection(found)
+    check_training(model, plain, "Llama")
+    with pytest.raises(CellError, match=r"use_cache is of every block"):
+        model(input_ids=IDS, use_cache=True)
+    with pytest.raises(CellError, match=r"cache is of every block"):
+        model(input_ids=IDS, cache=transformers.DynamicCache())
+    with pytest.raises(CellError, match=r"makes the cache of its own blocks; leave it out"):
+        model.generate(IDS, past_key_values=transformers.DynamicCache(), **write)
+    with pytest.raises(CellError, match=r"a StaticCache of StaticLayer(.|\n)*give use_cache=False"):
+        model.generate(IDS, cache_implementation="static", disable_compile=True, **write)
+    assert torch.equal(model.generate(IDS, **write), expected)
+
+
+def test_stages_write_what_one_process_writes_of_padded_rows_within_a_sliding_window(mesh2: Mesh) -> None:
+    sizes = {**GROUPED, "num_hidden_layers": 5}
+
+    def windowed() -> Any:
+        torch.manual_seed(0)
+        config = transformers.Gemma2Config(**sizes, head_dim=8, sliding_window=4)
+        return transformers.Gemma2ForCausalLM(config).eval()
+
+    plain = windowed()
+    model = meshbook.distribute(windowed, mesh2, strategy="pp", axis="dp")
+    mask = torch.stack([torch.arange(10) >= blank for blank in (0, 3, 5, 8)]).long()
+    for options in ({"do_sample": False}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 3}):
+        torch.manual_seed(1)
+        expected = plain.generate(IDS, attention_mask=mask, max_new_tokens=9, **options)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(IDS, attention_mask=mask, max_new_tokens=9, **options), expected)
+
+
 def adapted(folder: str) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from meshbook.errors import UsageError
-from meshbook.rank.tensors import dtensor_patches
+from meshbook.rank.tensors import dtensor_patches, stage_caches
 from meshbook.rank.tensors.blocks import find_chains
 from meshbook.rank.tensors.stage_calls import BlockCall, BlockResult, PendingTensor, describe_call
 from meshbook.rank.tensors.stage_parameters import StageParameters
@@ -148,6 +148,7 @@ class BlockChain:
         self._calls: list[BlockCall] = []
         self._pending: PendingTensor | None = None  # what the last call gave
         self._gathered: list[dict[str, torch.Tensor]] = []
+        self._kept: list[dict[str, torch.Tensor]] | None = None  # what `generating` has gathered
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a block; with the last block, compute them all.
@@ -161,7 +162,7 @@ class BlockChain:
             if isinstance(leaf, PendingTensor) and leaf is not self._pending:
                 leaf.refuse()
         if call.hidden is not self._pending:
-            self._calls, self._gathered = [], self._parameters.gather()
+            self._calls, self._gathered = [], self._kept or self._parameters.gather()
         self._calls.append(call)
         result = self._result_of_calls()
         if block is not self.blocks[-1]:
@@ -177,6 +178,7 @@ class BlockChain:
             computed = _ComputeStages.apply(run, anchor, calls[0].hidden, *extras)  # type: ignore[no-untyped-call]
         else:
             computed = run.forward(calls[0].hidden, with_graph=False)
+            self._grow_caches(calls)
         return result.rebuild(computed, call, name)
 
     def _result_of_calls(self) -> BlockResult:
@@ -193,6 +195,26 @@ class BlockChain:
                 found = BlockResult.find(self.blocks[own], self._gathered[0], self.names[own], first, rows)
             self._results[kind] = found
         return self._results[kind]
+
+    def _grow_caches(self, calls: Sequence[BlockCall]) -> None:
+        """Have the caches of blocks that other stages have computed grow as theirs did."""
+        for call in calls:
+            if call.index not in self.spans[self.stage]:
+                for cache in call.caches:
+                    stage_caches.grow(cache, self.blocks[call.index], self.names[call.index], calls[0].hidden)
+
+    @property
+    def is_generating(self) -> bool:
+        return self._kept is not None
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Context of forwards without gradients in which blocks get caches, and parameters stay gathered."""
+        self._kept = self._parameters.gather()
+        try:
+            yield
+        finally:
+            self._kept = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -227,7 +249,9 @@ class StageRun:
         self._extras = [extra.detach().requires_grad_() for extra in extras]
         by_id = {id(extra): own_leaf for extra, own_leaf in zip(extras, self._extras, strict=True)}
         self._calls = [call.with_leaves(by_id) for call in calls if call.index in own]
-        self._rows = row_spans(len(calls[0].hidden), chain.microbatches)
+        self._rows = row_spans(
+            len(calls[0].hidden), 1 if calls[0].caches else chain.microbatches
+        )  # caches have all rows
         self._dtype = calls[0].hidden.dtype
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each microbatch, input and output
 

@@ -6,11 +6,12 @@ reads what this rank has of each.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,24 +211,30 @@ def forward_without_cache(module: nn.Module) -> None:
 
 
 # What a model of Hugging Face gives of each block, which a pipeline's stages have of their own blocks only.
-_KEPT_BY_BLOCKS = ("use_cache", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
+_CACHES = ("cache", "past_key_values", "cache_params")  # the same by the names of several versions
+_KEPT_BY_BLOCKS = ("use_cache", *_CACHES, "output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def refuse_what_blocks_keep(module: nn.Module) -> None:
-    """Have a model whose blocks stages compute fill no cache, and refuse to give what each block has."""
+    """Have a model of stages fill a cache in `generate` only, and refuse to give what each block has."""
     config = getattr(module, "config", None)
     if config is None:
         return
 
     def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        is_generating = pipelines_of(module)[0].is_generating
         for name in _KEPT_BY_BLOCKS:
-            given = kwargs.get(name, name not in ("use_cache", "past_key_values") and getattr(config, name, False))
+            is_of_caches = name in ("use_cache", *_CACHES)
+            given = kwargs.get(name, not is_of_caches and getattr(config, name, False))
+            if is_of_caches and is_generating:
+                continue
             if given is not None and given is not False:
                 raise UsageError(
                     f"{name} is of every block, and each stage of a pipeline has its own blocks only; leave it out, or "
                     'take another strategy, such as "fsdp"'
                 )
-        return args, {**kwargs, "use_cache": False} if hasattr(config, "use_cache") else kwargs
+        leaves_out = hasattr(config, "use_cache") and not is_generating
+        return args, {**kwargs, "use_cache": False} if leaves_out else kwargs
 
     module.register_forward_pre_hook(check, with_kwargs=True)
 
@@ -244,11 +251,17 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
     if not callable(getattr(module, "generate", None)):
         raise UsageError(f"a {type(module).__name__} has no generate(); models of Hugging Face that write text have it")
     device = next(module.parameters()).device
-    if pipelines_of(module):
-        kwargs = {**kwargs, "use_cache": False}  # which would be of a stage's own blocks only
+    chains = pipelines_of(module)
+    if chains and (given := [name for name in _CACHES if kwargs.get(name) is not None]):
+        raise UsageError(f"{given[0]}: each stage of a pipeline makes the cache of its own blocks; leave it out")
     devices = [] if device.type == "cpu" else [torch.get_device_module(device).current_device()]
     training = {one: one.training for one in module.modules()}  # a part may be in another mode than the whole
-    with torch.no_grad(), _gathered(module, device), torch.random.fork_rng(devices, device_type=device.type):
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_gathered(module, device))
+        for chain in chains:
+            stack.enter_context(chain.generating())
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
         torch.set_rng_state(rng_state)
         if devices:
             torch.get_device_module(device).manual_seed(int(torch.randint(1 << 62, ())))
@@ -257,6 +270,9 @@ def generate(module: Any, rng_state: torch.Tensor, args: Any, kwargs: Any) -> tu
         finally:
             for one, was_training in training.items():
                 one.training = was_training
+        if chains and dataclasses.is_dataclass(found):  # a cache has the keys of this stage's blocks only
+            names = {field.name for field in dataclasses.fields(found)}.intersection(_CACHES)
+            found = dataclasses.replace(found, **dict.fromkeys(names))  # type: ignore[type-var]
         found = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
         return found, torch.get_rng_state()
 

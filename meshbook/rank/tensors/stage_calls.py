@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.errors import UsageError
 from meshbook.rank.tensors.cut_checks import evaluation, largest_difference
+from meshbook.rank.tensors.stage_caches import copies_of_caches, is_cache
 
 
 class PendingTensor(torch.Tensor):
@@ -63,9 +64,18 @@ class BlockCall:
         return found
 
     @property
+    def caches(self) -> list[Any]:
+        """The caches that blocks fill."""
+        return [leaf for leaf in self.leaves if is_cache(leaf)]
+
+    @property
     def kind(self) -> Any:
         """What the result depends on beside the numbers."""
-        shapes = [(tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else type(one) for one in self.leaves]
+        # With a cache shapes differ from call to call, and rows are not computed by parts.
+        shapes = [
+            (() if self.caches else tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else type(one)
+            for one in self.leaves
+        ]
         casts = torch.is_autocast_enabled(self.hidden.device.type)
         cast = torch.get_autocast_dtype(self.hidden.device.type) if casts else None
         return str(self.spec), tuple(shapes), cast
@@ -88,8 +98,8 @@ class BlockCall:
         ]
 
     def with_random_numbers(self) -> BlockCall:
-        """Return the call with random numbers in every tensor of rows that has floats or bools."""
-        leaves = list(self.leaves)
+        """Return the call with copies of caches, and random numbers in every tensor of rows of floats or bools."""
+        leaves = copies_of_caches(self.leaves)
         for at in (self.hidden_at, *self.with_rows()):
             if leaves[at].is_floating_point():
                 leaves[at] = torch.randn_like(leaves[at])
@@ -176,6 +186,8 @@ class BlockResult:
                 'which a pipeline\'s blocks pass on; another strategy, such as "fsdp", takes any forward'
             )
         template = pytree.tree_unflatten([_mark(at, leaf, call) for at, leaf in enumerate(leaves)], spec)
+        if call.caches:
+            return cls(template, leaves[0].dtype, [])
         with evaluation(block):  # without dropout
             whole = pytree.tree_leaves(_call_block(block, parameters, *call.arguments(call.hidden, None, ())))[0]
             # A tensor may have as many rows as the first by chance: one of them, or all.
