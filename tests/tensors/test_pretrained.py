@@ -204,6 +204,9 @@ def test_two_axes_give_what_one_process_gives(name: str, strategy: str, mesh22: 
         expected = plain.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
         assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), expected)
     check_training(model, plain, name)
+    back = type(plain).from_pretrained(save(model, tmp_path / "there")).state_dict()
+    for full, tensor in plain.state_dict().items():
+        assert torch.equal(back[full], tensor)
 
 
 def without_choice() -> Any:

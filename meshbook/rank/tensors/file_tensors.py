@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -22,17 +21,12 @@ _END = -1
 
 
 class GatheredTensors:
-    """Tensors on the ranks of a mesh, which are gathered on its first one by one. Every rank makes it alike."""
+    """Tensors on all ranks, which are gathered on the first one by one. Every rank makes it alike."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-        self._tensors, self._mesh = tensors, mesh
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
         # The tensor that was gathered last, by its index, and what was made of it: experts are parts of one tensor.
         self._computed: dict[Any, list[torch.Tensor]] = {}
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank on which they are gathered."""
-        return not any(self._mesh.get_coordinate() or ())
 
     def for_files(self) -> list[FileTensor]:
         """Return them without data."""
@@ -67,9 +61,8 @@ class GatheredTensors:
 
     def _agree(self, number: int) -> int:
         """Return the number that the first rank gives. A collective."""
-        agreed = torch.tensor(number, device=self._mesh.device_type)
-        for axis in range(self._mesh.ndim):  # along the first axis it is right where the others begin
-            dist.broadcast(agreed, group=self._mesh.get_group(axis), group_src=0)
+        agreed = torch.tensor(number, device=self._device)
+        dist.broadcast(agreed, src=0)
         return int(agreed)
 
 

@@ -187,8 +187,7 @@ def module_generate(
 
 def module_save_pretrained(key: str, folder: str, options: dict[str, Any]) -> None:
     """Save the module as plain transformers reads it."""
-    resident = find_resident(key)
-    pretrained.save(building.inner_module(resident.module), resident.mesh, folder, options)
+    pretrained.save(building.inner_module(find_resident(key).module), folder, options)
 
 
 def module_first_result(key: str, number: float) -> list[Any]:

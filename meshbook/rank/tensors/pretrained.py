@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -307,8 +306,8 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def save(module: Any, mesh: DeviceMesh, folder: str, options: dict[str, Any]) -> None:
-    """Save a model as a folder that plain transformers reads. A collective; the mesh's first rank writes.
+def save(module: Any, folder: str, options: dict[str, Any]) -> None:
+    """Save a model as a folder that plain transformers reads. A collective; the first rank writes.
 
     It gathers the tensors of a file when it writes that, and lets go of them.
     """
@@ -319,8 +318,8 @@ def save(module: Any, mesh: DeviceMesh, folder: str, options: dict[str, Any]) ->
         )
     state: dict[str, Any] = get_model_state_dict(module)
     names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
-    tensors = GatheredTensors([state[name] for name in names], mesh)
-    if not tensors.is_first:
+    tensors = GatheredTensors([state[name] for name in names], next(module.parameters()).device)
+    if torch.distributed.get_rank() > 0:
         tensors.take_part()
         return
     if "max_shard_size" in inspect.signature(module.save_pretrained).parameters:
