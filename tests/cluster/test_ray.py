@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost, StartError
 from meshbook.wire.process_control import kill_supervisor
+from meshbook.wire.processes import children_of, forks_of
 from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
@@ -125,7 +125,7 @@ def test_a_node_without_power_is_named_and_healed_when_it_is_back(ray_cluster: R
 def test_a_mesh_whose_driver_of_ray_is_killed_says_so_and_is_healed_with_another(ray_cluster: RayOnBed) -> None:
     with start(ray_cluster) as mesh:
         supervisor = mesh.status().supervisor_pid
-        (driver,) = map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split())
+        (driver,) = set(children_of(supervisor)) - set(forks_of(supervisor))
         future = begin_to_sleep(mesh)
         os.kill(driver, signal.SIGKILL)
         error = future.exception(WAIT_S)

@@ -22,6 +22,7 @@ from meshbook.engines.driver_messages import AllocateJob
 from meshbook.engines.monarch import job_to_allocate
 from meshbook.engines.monarch_driver import MonarchDriver
 from meshbook.errors import RankLost, StartError
+from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.test_slurm import WhenWritten
 
@@ -214,11 +215,11 @@ def test_a_mesh_whose_driver_of_monarch_is_killed_says_so_and_is_healed_with_ano
 def test_hosts_workers_and_driver_end_when_the_supervisor_is_killed(mark: str) -> None:
     mesh = start("monarch://process")
     assert len(processes(mark)) > 4
-    os.kill(mesh.status().supervisor_pid, signal.SIGKILL)
+    kill_supervisor(mesh.status().supervisor_pid)
 
 
 @needs_monarch
 def test_workers_end_when_driver_and_supervisor_are_killed(mark: str) -> None:
     mesh = start("monarch://process")
-    for pid in (driver_of(mesh), mesh.status().supervisor_pid):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(driver_of(mesh), signal.SIGKILL)
+    kill_supervisor(mesh.status().supervisor_pid)

@@ -72,7 +72,9 @@ def test_named_cases_of_one_kind_in_a_row_share_their_meshes() -> None:
 @pytest.mark.timeout(900)  # two cases of each kind, each with a deadline of its own that tells more
 def test_some_cases_of_each_kind_are_right(tmp_path: Path) -> None:
     """In a process of its own, which may have file systems of its own."""
-    kinds = ("training", "tensors", "modules", "faults", "supervisors", "saves", "chains", "hangs")
+    kinds = (
+        "training", "tensors", "modules", "faults", "supervisors", "supervisors of hosts", "saves", "chains", "hangs",
+    )  # fmt: skip
     cases = [f"{kind}:{seed}" for kind in kinds for seed in (2, 5)]
     written = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.soak", "--only", *cases, "--json", str(written)]
