@@ -5,7 +5,8 @@ step, because a gradient could not be computed or an interrupt came first, the c
 created in that step is dropped: the next step creates it again.
 
 `torch.optim.Optimizer.step` is wrapped for classes that have an instance with a remote parameter; for local parameters
-its behaviour does not change.
+its behaviour does not change. `torch.amp.GradScaler` has the ranks' sentinels know when it scales a remote loss: it
+skips steps whose gradients are not finite, and those are no fault.
 """
 
 from __future__ import annotations
@@ -85,24 +86,24 @@ def _engine_of(optimizer: Optimizer) -> TensorEngine | None:
     return next(iter(engines.values())) if len(engines) == 1 else None
 
 
-def ids_used_by_step(optimizer: Optimizer) -> list[int]:
-    """Return the ids that a step reads or changes: gradients, parameters that have one, and their state."""
-    found: dict[int, None] = {}
-    for parameter in _parameters(optimizer):
-        if parameter.grad is None:
-            continue
-        for tensor in (parameter.grad, parameter, *optimizer.state.get(parameter, {}).values()):
-            if isinstance(tensor, RemoteTensor):
-                found[tensor._handle.id] = None
-    return list(found)
+def ids_used_by_step(optimizer: Optimizer) -> tuple[list[int], int]:
+    """Return the ids that a step reads or changes, and how many of them are gradients.
+
+    These come first, then the parameters that have one, then their state.
+    """
+    stepped = [parameter for parameter in _parameters(optimizer) if isinstance(parameter.grad, RemoteTensor)]
+    states = [value for parameter in stepped for value in optimizer.state.get(parameter, {}).values()]
+    remote = [tensor for tensor in (*stepped, *states) if isinstance(tensor, RemoteTensor)]
+    gradients: Any = [parameter.grad for parameter in stepped]
+    return list(dict.fromkeys(tensor._handle.id for tensor in (*gradients, *remote))), len(stepped)
 
 
-def _emit_begin_step(engine: TensorEngine, ids: list[int], serial: int) -> None:
+def _emit_begin_step(engine: TensorEngine, ids: list[int], num_gradients: int, serial: int) -> None:
     template = engine.templates.find_or_plan(
-        ("begin_step", len(ids)),
+        ("begin_step", len(ids), num_gradients),
         engine.planner.plan_rank_function,
         "begin_step",
-        ([TENSOR] * len(ids), MESH, FLOAT),
+        ([TENSOR] * len(ids), num_gradients, MESH, FLOAT),
         communicates=True,
     )
     engine.emit([template.number, *ids, float(serial)], capture_call_site(3))
@@ -111,6 +112,11 @@ def _emit_begin_step(engine: TensorEngine, ids: list[int], serial: int) -> None:
 def _emit_end_step(engine: TensorEngine, serial: int) -> None:
     template = engine.templates.find_or_plan("end_step", engine.planner.plan_rank_function, "end_step", (FLOAT,))
     engine.emit([template.number, float(serial)], capture_call_site(3))
+
+
+def _emit_scaling(engine: TensorEngine, *, is_on: bool) -> None:
+    template = engine.templates.find_or_plan("set_scaling", engine.planner.plan_rank_function, "set_scaling", (FLOAT,))
+    engine.emit([template.number, float(is_on)], capture_call_site(3))
 
 
 def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +130,7 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         engine.sender.check_open()
         engine.faults.check_ids(())  # undoes a step that ranks have not taken, before this one reads the state
-        ids = ids_used_by_step(self)
+        ids, num_gradients = ids_used_by_step(self)
         try:
             engine.faults.check_ids(ids)
         except OperationFailed:
@@ -134,7 +140,9 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
             optimizer_step = OptimizerStep(self)
             engine.queue.begin_step(optimizer_step)
             try:
-                _emit_begin_step(engine, ids, optimizer_step.serial)
+                if getattr(self, "found_inf", None) is not None:  # of a scaler: a fused step skips by itself
+                    _emit_scaling(engine, is_on=False)
+                _emit_begin_step(engine, ids, num_gradients, optimizer_step.serial)
                 result = step(self, **kwargs)
                 _emit_end_step(engine, optimizer_step.serial)
             except BaseException:
@@ -203,3 +211,32 @@ def _patched_add_param_group(self: Optimizer, param_group: dict[str, Any]) -> No
 
 
 Optimizer.add_param_group = _patched_add_param_group  # type: ignore[method-assign]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scalers
+
+# The meshes on which losses of a scaler's present step are.
+_scaled_on: weakref.WeakKeyDictionary[Any, weakref.WeakSet[TensorEngine]] = weakref.WeakKeyDictionary()
+
+_original_scale, _original_update = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+
+
+@functools.wraps(_original_scale)
+def _patched_scale(self: Any, outputs: Any) -> Any:
+    losses = [outputs] if isinstance(outputs, torch.Tensor) else outputs if isinstance(outputs, (list, tuple)) else []
+    for loss in losses if self.is_enabled() else ():
+        if isinstance(loss, RemoteTensor):
+            _scaled_on.setdefault(self, weakref.WeakSet()).add(loss.engine)
+            _emit_scaling(loss.engine, is_on=True)
+    return _original_scale(self, outputs)
+
+
+@functools.wraps(_original_update)
+def _patched_update(self: Any, *args: Any, **kwargs: Any) -> None:
+    _original_update(self, *args, **kwargs)
+    for engine in _scaled_on.pop(self, ()):
+        _emit_scaling(engine, is_on=False)
+
+
+torch.amp.GradScaler.scale = _patched_scale  # type: ignore[method-assign]
+torch.amp.GradScaler.update = _patched_update  # type: ignore[method-assign]

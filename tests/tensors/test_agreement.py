@@ -43,7 +43,7 @@ def test_a_stop_waits_from_the_question_to_the_end_of_the_step(
     order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(order, monkeypatch, True)
-    agreement.begin_step([], None, 7.0)
+    agreement.begin_step([], 0, None, 7.0)
     order.append("step")
     agreement.end_step(7.0)
     assert order == ["held", "asked", "step", "free"]
@@ -57,7 +57,7 @@ def test_a_stop_may_come_again_where_the_step_is_not_taken(
 ) -> None:
     answer(order, monkeypatch, what)
     with pytest.raises(agreement.StepRefused if what is False else type(what)):
-        agreement.begin_step([], None, 7.0)
+        agreement.begin_step([], 0, None, 7.0)
     assert order == ["held", "asked", "free"]
     assert agreement.current_tracker is not None
     assert not agreement.current_tracker.completed

@@ -1,4 +1,4 @@
-"""The hooks of a sentinel in torch: on all modules, all optimizers of torch.optim, and `Tensor.backward`."""
+"""The hooks of a sentinel in torch: on all modules, all optimizers of torch.optim, and `torch.autograd.backward`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainingHooks:
     """The hooks of one watcher. Main thread.
 
     Attributes:
-        is_in_backward: `Tensor.backward` runs.
+        is_in_backward: `torch.autograd.backward` runs, which `Tensor.backward` calls.
         failure: what the watcher has raised; nothing is called after that.
     """
 
@@ -59,19 +59,20 @@ class TrainingHooks:
         ]
         self._on_all = [entry for handle in on_modules for entry in _entries_of(handle)]
         self._handles = [*on_modules, register_optimizer_step_pre_hook(self.guarded(self._watcher.before_update))]
-        original = self._original_backward = torch.Tensor.backward
+        original = self._original_backward = torch.autograd.backward
         before_backward = self.guarded(self._watcher.before_backward)
 
         @functools.wraps(original)
-        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            before_backward(tensor)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, torch.Tensor):
+                before_backward(tensors)
             self.is_in_backward = True
             try:
-                return original(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+                return original(tensors, *args, **kwargs)
             finally:
                 self.is_in_backward = False
 
-        torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
+        torch.autograd.backward = backward
         warnings.filterwarnings("ignore", compiled.HOOKS_WARNING)
 
     def watch_only(self, module: nn.Module) -> None:
@@ -101,7 +102,7 @@ class TrainingHooks:
             handle.remove()
         self._handles, self._on_all = [], []
         warnings.filters[:] = [each for each in warnings.filters if not _is_about_hooks(each)]  # type: ignore[index]
-        torch.Tensor.backward = self._original_backward  # type: ignore[method-assign]
+        torch.autograd.backward = self._original_backward
 
     def guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that does not raise, and that is not called any more after a failure."""

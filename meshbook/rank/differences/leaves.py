@@ -46,6 +46,7 @@ class LeafWatch:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._num_collectives, self._inputs = num_collectives, inputs
         self._is_fsdp = any(isinstance(module, FSDPModule) for module in root.modules())
+        self._inputs.watches_results = not self._is_fsdp  # of FSDP2's own it is known what they carry
         self._guarded = guarded
         # modules that run, their arguments, collectives before them
         self._stack: list[tuple[nn.Module, Any, int]] = [(root, args, num_collectives())]
@@ -59,6 +60,10 @@ class LeafWatch:
     @property
     def is_over(self) -> bool:
         return self.found is not None or self.is_from_elsewhere
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._last_gradient is not None or self.is_over
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if self._is_again:
@@ -128,9 +133,11 @@ class LeafWatch:
             self.found = self._run_again(later, later_args, good) or between
 
     def _came_by_collective(self) -> bool:
-        """Whether a collective of activations or gradients was begun since numbers were good, with good input."""
+        """Whether a collective since numbers were good has given bad ones for good input: of activations, gradients."""
         carriers = [
-            op for op in self._inputs.ops_since(self._last_good[0]) if not (self._is_fsdp and op.startswith(_OF_FSDP))
+            op
+            for op in self._inputs.carriers_since(self._last_good[0])
+            if not (self._is_fsdp and op.startswith(_OF_FSDP))
         ]
         return self._have_received() or (bool(carriers) and self._inputs.first_bad() is None)
 

@@ -60,6 +60,14 @@ def is_finite(value: torch.Tensor) -> bool:
     return cmath.isfinite(number) if isinstance(number, complex) else math.isfinite(number)
 
 
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the sums of these tensors' parts are finite. False also of sums that overflow. Waits for a GPU once."""
+    totals = [total(part) for tensor in tensors if (part := part_here(tensor)) is not None]
+    if len(totals) > 1 and totals[0].device.type != "cpu":
+        totals = [torch.stack([each.abs().double() for each in totals]).sum()]
+    return all(map(is_finite, totals))
+
+
 def kinds(tensors: Iterable[torch.Tensor]) -> set[str]:
     """Return which of "nan", "inf" and "-inf" are among the numbers of these tensors. Exact; reads them all."""
     found: set[str] = set()

@@ -57,6 +57,7 @@ class ModuleCall:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     totals: list[torch.Tensor] = field(default_factory=list)  # of the outputs, not read yet
     leaves: Any = None  # the `LeafWatch` of a call that may have collectives
+    is_remote: bool = False  # of a module whose parameters the notebook has: its backward is another operation
 
     @classmethod
     def that_begins(cls, module: nn.Module, place: Place | None, first_collective: int) -> ModuleCall:
@@ -73,6 +74,10 @@ class ModuleCall:
             first_collective,
             next_node(),
         )
+
+    def has_gradients(self) -> bool:
+        """Whether its backward has been here."""
+        return bool(self.gradients) or (self.leaves is not None and self.leaves.has_gradients)
 
     def may_rerun(self) -> bool:
         return not self.has_collectives and self.versions == versions_of((self.args, self.kwargs))
@@ -137,27 +142,29 @@ def check_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, DescribedOp
     """
     before = None
     if func._schema.is_mutable:  # it may overwrite what it read
-        inputs = list(tensors_in((args, kwargs)))
-        before = kinds(inputs), largest(inputs)
+        before = kinds(tensors_in((args, kwargs)))
     result = func(*args, **kwargs)
-    return result, None if func.is_view else _describe_bad(func, args, kwargs, result, before)
+    return result, None if func.is_view else describe_bad(func, args, kwargs, result, before)
 
 
-def _describe_bad(func: Any, args: Any, kwargs: Any, result: Any, before: Any) -> DescribedOperation | None:
+def describe_bad(
+    func: Any, args: Any, kwargs: Any, result: Any, before: set[str] | None = None
+) -> DescribedOperation | None:
     """Return what an operation is that has run, if it is bad; see `check_operation`.
 
     Args:
-        before: kinds and dtype of its inputs before it ran; None: it has changed none of them.
+        before: kinds in its inputs before it ran; None: it has changed none of them.
     """
     name = func._schema.name.split("::")[-1]
     new = kinds(tensors_in(result))
     if not new or _LEAVES_EMPTY.match(name):
         return None
     inputs = list(tensors_in((args, kwargs)))
-    had, (dtype, size) = before or (kinds(inputs), largest(inputs))
+    had = kinds(inputs) if before is None else before
     had |= kinds([torch.tensor(value) for value in (*args, *kwargs.values()) if isinstance(value, float)])  # of a mask
     if "nan" in had or not new - had or (had and "nan" not in new):  # -inf negated is inf, and begins nothing
         return None
+    dtype, size = largest(inputs)  # of those that it has overwritten, what they are now
     return name.strip("_").removesuffix("_backward_data").removesuffix("_backward"), dtype, size
 
 

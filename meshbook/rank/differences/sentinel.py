@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,22 +29,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import message_of
-from meshbook.rank.differences import compiled, losses, numbers, rerun
+from meshbook.rank.differences import compiled, numbers, rerun
 from meshbook.rank.differences.explosions import GradientNorms
 from meshbook.rank.differences.hooks import TrainingHooks
+from meshbook.rank.differences.kept_calls import KeptCalls
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
-from meshbook.rank.differences.remote_ops import PlaceNames, RemoteOps
-from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
+from meshbook.rank.differences.remote_ops import PlaceNames, RemoteOps, RunningOps
+from meshbook.rank.differences.remote_training import RemoteTraining
+from meshbook.rank.differences.rerun import BadOperation, ModuleCall
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
-from meshbook.rank.differences.wording import ModuleNames, with_text, without_wrappers
+from meshbook.rank.differences.wording import ModuleNames, with_text
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.ring import CollectiveRing
-from meshbook.rank.tensors.engine import CurrentOp
+from meshbook.rank.tensors import watching
 from meshbook.wire.messages import NumberFinding, SentinelReport
 
-# Calls of outermost modules that are kept since the last update: micro batches, or the parts of a model.
-_MAX_CALLS = 8
 _MAX_OUTPUTS = 4
 # A gradient of outputs that is larger is not kept until the update: it would be the memory of the logits again.
 _MAX_KEPT_BYTES = 64 << 20
@@ -79,11 +78,12 @@ class Sentinel:
         self._num_updates = 0
         self._current: ModuleCall | None = None
         self._leaves: LeafWatch | None = None  # of the current call
-        self._calls: deque[ModuleCall] = deque(maxlen=_MAX_CALLS)
-        self._stack: ModuleStack | None = None  # while a call is run again
+        self._calls = KeptCalls(self._names, self._places, self._inputs, self._step)
         self._pending: NumberFinding | None = None  # found, and not yet reported
         self._with_collectives: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # of the running call
         self._is_quiet = False  # what is bad now has been reported, or came from elsewhere
+        self._training = RemoteTraining(self, self._calls, self._places, self._hooks.guarded)
+        self._ops: RemoteOps | None = None  # while a batch of operations on remote tensors runs
 
     @property
     def is_armed(self) -> bool:
@@ -93,11 +93,13 @@ class Sentinel:
         if not self.is_armed:
             self._hooks.install()
             self._observers.append(self._inputs)
+            watching.current_watcher = self._training
 
     def disarm(self) -> None:
         if self.is_armed:
             self._hooks.remove()
             self._observers.remove(self._inputs)
+            watching.current_watcher = None
             self._forget_step()
 
     def call_ended(self) -> None:
@@ -111,17 +113,20 @@ class Sentinel:
             self._hooks.end_watching_only()  # an interrupt may have left it
             self._check_outputs()
             self._report_pending()
-            self._forget_step()
+            self._calls.keep(lambda call: call.is_remote and call.grad_enabled)  # its backward may come
+            self._inputs.clear()
             self._with_collectives.clear()
-            self._places.remote_op = None
+            self._places.remote_op = self._ops = None
+            self._training.batch_ended()
 
-    def watch_batch(self, current_op: Callable[[], CurrentOp | None]) -> AbstractContextManager[Any]:
+    def watch_batch(self, tensors: RunningOps) -> AbstractContextManager[Any] | None:
         """Return what watches a batch of operations on remote tensors while it is entered."""
         if not self.is_armed or self._hooks.failure is not None:
-            return nullcontext()
+            return None
         self._inputs.clear()
-        self._places.remote_op = current_op
-        return RemoteOps(current_op, self._may_watch_operation, self._num_collectives, self._found_remote)
+        self._places.remote_op = tensors.current_op
+        self._ops = RemoteOps(tensors, self._may_watch_operation, self._num_collectives, self._found_remote)
+        return self._ops
 
     def report(self) -> SentinelReport:
         """Return what was found. Any thread."""
@@ -134,8 +139,8 @@ class Sentinel:
             if self._leaves is not None:
                 self._leaves.enter(module, args)
             return
-        if self._stack is not None:
-            self._stack.enter(module)
+        if self._calls.stack is not None:
+            self._calls.stack.enter(module)
             return
         if (
             isinstance(module, DistributedDataParallel)  # what it wraps is a model without collectives
@@ -148,6 +153,7 @@ class Sentinel:
             self._report_pending()
         place = numbers.place_of(numbers.user_frame(_frame_of_caller()))
         self._current = ModuleCall.that_begins(module, place, self._num_collectives())
+        self._current.is_remote = watching.is_in_module
         if self._may_have_collectives(module):
             self._leaves = LeafWatch(module, args, self._num_collectives, self._inputs, self._hooks.guarded)
         else:
@@ -163,8 +169,8 @@ class Sentinel:
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any = None) -> None:
         call = self._current
         if call is None:
-            if self._stack is not None:
-                self._stack.leave()
+            if self._calls.stack is not None:
+                self._calls.stack.leave()
             return
         if module is not call.module:
             if self._leaves is not None:
@@ -183,7 +189,7 @@ class Sentinel:
             call.totals.append(numbers.total(part))
             if output.requires_grad and not output.is_leaf and part.nbytes <= _MAX_KEPT_BYTES and leaves is None:
                 output.register_hook(functools.partial(call.gradients.__setitem__, at))  # type: ignore[no-untyped-call]
-        self._calls.append(call)
+        self._calls.add(call)
         if leaves is not None and not self._is_quiet:
             if leaves.is_over and numbers.kinds(numbers.tensors_in((args, kwargs))) - {"-inf"}:
                 self._found(call, BadOperation("", "", "input", call.place, "", None))
@@ -199,127 +205,70 @@ class Sentinel:
             totals, call.totals = call.totals, []
             if self._is_quiet or all(map(numbers.is_finite, totals)) or call.leaves is not None:
                 continue
-            self._found(call, self._explain_outputs(call))
-
-    def _explain_outputs(self, call: ModuleCall) -> BadOperation | None:
-        if numbers.kinds(numbers.tensors_in((call.args, call.kwargs))) - {"-inf"}:
-            return BadOperation("", "", "input", call.place, "", None)
-        for name, parameter in call.module.named_parameters():
-            if numbers.kinds([parameter]):
-                return BadOperation(name, "", "parameter", call.place, "", None)
-        return self._run_again(call, backward=False)
+            self._found(call, self._calls.explain_outputs(call))
 
     # ---- backward, and the update
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        if self._stack is not None or self._is_quiet or self._pending is not None or loss.numel() != 1 or loss.is_cuda:
+        if self._calls.stack is not None or not self.is_looking or loss.numel() != 1 or loss.is_cuda:
             return
         part = numbers.part_here(loss)
         if part is None or numbers.is_finite(part):
             return
-        for call in self._calls:  # log-probabilities may be -inf
-            if operation := self._run_again(call, backward=False):
-                self._found(call, operation)
-                return
-        inside = [(call.first_node, call.last_node) for call in self._calls]
-        operation = losses.operation_in(loss, lambda node: any(first <= node < last for first, last in inside))
         place = numbers.place_of(numbers.user_frame(_frame_of_caller()))
-        self._found(None, operation or BadOperation("", "", "loss", None, "", None), place)
+        self._pending = self._calls.explain_loss(loss, place)
 
     def before_update(self, optimizer: Any, *_: Any) -> None:
-        if self._stack is not None or threading.get_ident() != self._main_thread:
+        if self._calls.stack is not None or threading.get_ident() != self._main_thread:
             return
         self._num_updates += 1
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._num_updates == 1 and compiled.is_any() and not self._have_seen(parameters):
+        if self._num_updates == 1 and compiled.is_any() and not self._calls.have(parameters):
             self._notify(compiled.BLIND_SPOT)
         self._check_outputs()
         is_finite = self._norms.check(parameters)
-        if not is_finite and not self._is_quiet and self._pending is None:
-            self._explain_gradients(parameters)
+        if not is_finite and self.is_looking:
+            self.take(self._calls.explain_gradients(parameters))
         exploding = self._norms.exploding if is_finite else None
-        if exploding is not None:
-            self._explain_explosion(exploding[0], exploding[1], exploding[2])
+        if exploding is not None and (explosion := self._calls.explain_explosion(*exploding, self._rank)) is not None:
+            self._add(explosion)
         was_bad = self._pending is not None or not is_finite
         self._report_pending()
         if not was_bad:
             self._is_quiet = False
         self._forget_step()
 
-    def _have_seen(self, parameters: Sequence[Any]) -> bool:
-        """Whether a module that was called has one of these parameters."""
-        updated = set(map(id, parameters))
-        return any(id(parameter) in updated for call in self._calls for parameter in call.module.parameters())
+    def _found(self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None) -> None:
+        if operation is not None and self.is_looking:
+            self._pending = self._calls.describe(call, operation, place)
 
-    def _explain_gradients(self, parameters: Sequence[Any]) -> None:
-        for call in self._calls:
-            leaves: LeafWatch | None = call.leaves
-            if leaves is not None and leaves.is_from_elsewhere:
-                self._is_quiet = True
-                return
-            operation = self._run_again(call, backward=True) if leaves is None else leaves.found
-            if operation is None and numbers.kinds(call.gradients.values()):
-                operation = BadOperation("", "", "loss", None, "", None)
-            if operation is not None:
-                self._found(call if operation.phase != "loss" else None, operation, call.place)
-                return
-        bad = [parameter for parameter in parameters if parameter.grad is not None and numbers.kinds([parameter.grad])]
-        if self._inputs.first_bad() is None and self._inputs.has_any:  # what this rank gave was finite
-            self._is_quiet = True
-            return
-        name = self._names.name_parameter(bad[0], [call.module for call in self._calls]) if bad else ""
-        self._found(None, BadOperation(name, "", "gradient", None, "", None), self._inputs.place_of_first_bad())
-
-    def _explain_explosion(self, parameter: Any, norm: float, usual: float) -> None:
-        """Tell of a gradient that is far above its usual norm, unless it was this only on another rank."""
-        local = None
-        for call in self._calls:
-            with _Tracking(self, call):
-                found = rerun.gradients_here(call)
-            if found:
-                local = float(torch.stack([each.detach().float().norm() for each in found if each is not None]).norm())
-                if local < usual * 2:
-                    return
-        name = self._names.name_parameter(parameter, [call.module for call in self._calls])
-        step = self._step()
-        text = f"gradient explodes: step {step}, rank {self._rank}, {name}: norm {norm:.2g}, usually {usual:.2g}"
-        if local is not None:
-            text += f"; of this rank's own batch {local:.2g}"
-        self._add(NumberFinding("explosion", text, step, name, "", "gradient", ""))
-
-    # ---- telling
-
-    def _found(
-        self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None, *, line: str = ""
-    ) -> None:
-        if operation is None or self._pending is not None or self._is_quiet:
-            return
-        module = ""
-        if call is not None:
-            inner = without_wrappers(operation.module)
-            module = ".".join(filter(None, [self._names.name_module(call.module), inner]))
-            place = operation.place or call.place
-        self._pending = NumberFinding(
-            "non-finite",
-            "",
-            self._step(),
-            module if call is not None else operation.module,
-            operation.op,
-            operation.phase,
-            line or self._places.name(place),
-            operation.dtype,
-            operation.input_max,
-        )
-
-    def _may_watch_operation(self) -> bool:
-        return self._current is None and self._stack is None and self._pending is None and not self._is_quiet
-
-    def _found_remote(self, operation: BadOperation, line: str, has_collectives: bool) -> None:
-        """Note an operation on remote tensors, unless its bad numbers came from another rank."""
-        if has_collectives and self._inputs.first_bad() is None:
+    def take(self, found: NumberFinding | None) -> None:
+        """Note a finding, which is reported at the end of the step or call; None: another rank has it."""
+        if found is None:
             self._is_quiet = True
         else:
-            self._found(None, operation, line=line)
+            self._pending = found
+
+    # ---- training on remote tensors
+
+    @property
+    def is_looking(self) -> bool:
+        return self._pending is None and not self._is_quiet
+
+    def look(self) -> None:
+        if self._ops is not None:
+            self._ops.look()
+
+    def _may_watch_operation(self) -> bool:
+        return self._current is None and self._calls.stack is None and self.is_looking and not self._training.is_holding
+
+    def _found_remote(self, operation: BadOperation, line: str, collectives: tuple[int, int]) -> None:
+        """Note an operation on remote tensors, unless its bad numbers came from another rank."""
+        before, last = collectives
+        is_from_elsewhere = before != last and self._inputs.first_bad(last) is None
+        self._training.note(None if is_from_elsewhere else self._calls.describe(None, operation, line=line))
+
+    # ---- telling
 
     def _report_pending(self) -> None:
         """Print what was found, with the collective that carried it on."""
@@ -335,14 +284,8 @@ class Sentinel:
             self._notify(finding.text)
 
     def _forget_step(self) -> None:
-        self._calls.clear()
+        self._calls.keep()
         self._inputs.clear()
-
-    # ---- looking
-
-    def _run_again(self, call: ModuleCall, *, backward: bool) -> BadOperation | None:
-        with _Tracking(self, call) as stack:
-            return rerun.first_bad_operation(call, stack, backward=backward)
 
     def _num_collectives(self) -> int:
         last = self._ring.last
@@ -351,20 +294,6 @@ class Sentinel:
     def _step(self) -> int | None:
         step = self._places.step()
         return self._num_updates if step is None and not self._places.are_remote else step
-
-
-class _Tracking:
-    """While a call is run again, the hooks tell a `ModuleStack` which module runs, and check nothing."""
-
-    def __init__(self, sentinel: Sentinel, call: ModuleCall) -> None:
-        self._sentinel, self._call = sentinel, call
-
-    def __enter__(self) -> ModuleStack:
-        stack = self._sentinel._stack = ModuleStack(self._call.module)
-        return stack
-
-    def __exit__(self, *_: object) -> None:
-        self._sentinel._stack = None
 
 
 def _frame_of_caller() -> Any:

@@ -55,10 +55,7 @@ class SentinelDoor:
 
     def run_batch(self, tensors: RankTensors, command: RunOps) -> dict[str, Any]:
         """Run a batch of operations on remote tensors, watched if the sentinel is on. Main thread."""
-        if self._sentinel is None:
-            return tensors.run(command)
-        with self._sentinel.watch_batch(tensors.current_op):
-            return tensors.run(command)
+        return tensors.run(command, None if self._sentinel is None else self._sentinel.watch_batch(tensors))
 
     def report(self) -> SentinelReport:
         """Any thread."""

@@ -1,4 +1,4 @@
-"""What this rank gave to its collectives since the last update: sums, which are read when something is wrong."""
+"""What this rank gave to its collectives since the last update, and got: sums, read when something is wrong."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _MAX_INPUTS = 1024
 # Collectives whose input is the second argument; of the others it is the first.
 _INPUT_IS_SECOND = ("all_gather", "all_to_all", "reduce_scatter", "gather")
 _WITHOUT_INPUT = ("scatter", "barrier")
+_UNKNOWN = torch.tensor(torch.nan)
 
 
 class CollectiveInputs:
@@ -22,11 +23,14 @@ class CollectiveInputs:
 
     Attributes:
         num_received: how often numbers have come that only other ranks gave: of a receive, a broadcast, a scatter.
+        watches_results: whether what collectives give is summed too.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank, self.num_received = rank, 0
         self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
+        self.watches_results = False
+        self._results: dict[int, list[torch.Tensor]] = {}  # sums of results, by the collective's number
 
     @property
     def has_any(self) -> bool:
@@ -45,17 +49,33 @@ class CollectiveInputs:
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         # A receive may be begun long before its numbers come.
         self.num_received += self._only_receives(collective, arguments)
+        if self.watches_results and len(self._results) < _MAX_INPUTS:
+            parts = map(numbers.part_here, numbers.tensors_in(arguments[:1]))
+            self._results[collective.seq] = [numbers.total(part) for part in parts if part is not None]
 
     def failed(self, collective: Collective, error: BaseException) -> None:
         pass
 
-    def first_bad(self) -> Collective | None:
-        """Return the first collective that this rank gave numbers to that are not finite. Waits for a GPU."""
-        return next((collective for collective, total in self._totals if not numbers.is_finite(total)), None)
+    def first_bad(self, until: int | None = None) -> Collective | None:
+        """Return the first collective that this rank gave numbers to that are not finite. Waits for a GPU.
+
+        Args:
+            until: only among its collectives up to this one.
+        """
+        considered = (pair for pair in self._totals if until is None or pair[0].seq <= until)
+        return next((collective for collective, total in considered if not numbers.is_finite(total)), None)
 
     def ops_since(self, seq: int) -> list[str]:
         """Return the collectives that were begun with numbers of this rank's after its collective `seq`."""
         return [collective.op for collective, _ in self._totals if collective.seq > seq]
+
+    def carriers_since(self, seq: int) -> list[str]:
+        """Return those of `ops_since` that gave numbers that are not finite, or of which that is not known."""
+        return [
+            collective.op
+            for collective, _ in self._totals
+            if collective.seq > seq and not all(map(numbers.is_finite, self._results.get(collective.seq, [_UNKNOWN])))
+        ]
 
     def place_of_first_bad(self) -> Place | None:
         bad = self.first_bad()
@@ -63,6 +83,7 @@ class CollectiveInputs:
 
     def clear(self) -> None:
         self._totals.clear()
+        self._results.clear()
 
     def _only_receives(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
         is_from_one = collective.op in ("broadcast", "scatter")

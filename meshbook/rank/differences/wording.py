@@ -77,7 +77,7 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
     """Return a finding with its text.
 
     Args:
-        carried: the first collective that this rank gave bad numbers to.
+        carried: the first collective that this rank gave bad numbers to, if the finding does not have it.
     """
     match found.phase:
         case "loss":
@@ -92,8 +92,17 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
     text = f"first non-finite: {', '.join(filter(None, [step, f'rank {rank}', where, found.line]))}"
     if found.input_max is not None:
         text += f"; input max {found.input_max:.2g} in {found.dtype}"
+    if found.parameter:
+        text += f"; first bad gradient: {found.parameter}"
+    found = found if found.collective else with_carrier(found, carried)
+    if found.collective:
+        text += f"; reached {name_ranks(found.reached)} by {found.collective}"
+    return msgspec.structs.replace(found, text=text)
+
+
+def with_carrier(found: NumberFinding, carried: Collective | None) -> NumberFinding:
+    """Return a finding with the first collective that this rank gave bad numbers to; None: there was none."""
     if carried is None:
-        return msgspec.structs.replace(found, text=text)
+        return found
     collective = f"{carried.op} #{carried.group_seq}"
-    text += f"; reached {name_ranks(carried.group_ranks)} by {collective}"
-    return msgspec.structs.replace(found, text=text, collective=collective, reached=tuple(carried.group_ranks))
+    return msgspec.structs.replace(found, collective=collective, reached=tuple(carried.group_ranks))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshbook.rank.tensors import watching
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS
 
@@ -70,8 +71,11 @@ def all_ranks_ready(mesh: Any, is_ready: bool) -> bool:
     return int(not_ready) == 0
 
 
-def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> None:
+def begin_step(tensors: Sequence[torch.Tensor], num_gradients: int, mesh: Any, serial: float) -> None:
     """Begin a step for which this rank has all inputs.
+
+    Args:
+        tensors: the gradients, as many parameters, and the optimizer's state.
 
     Raises:
         StepRefused: another rank has not.
@@ -88,6 +92,8 @@ def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> Non
         if tracker is not None:
             tracker.end()
         raise
+    if watching.current_watcher is not None:
+        watching.current_watcher.step_begins(tensors[:num_gradients], tensors[num_gradients : 2 * num_gradients])
 
 
 def _wait_for(tensors: Sequence[torch.Tensor], mesh: Any) -> None:
@@ -111,6 +117,8 @@ def end_step(serial: float) -> None:
     Raises:
         KeyboardInterrupt: an interrupt arrived meanwhile.
     """
+    if watching.current_watcher is not None:
+        watching.current_watcher.step_ended()
     if current_tracker is not None:
         current_tracker.completed.append(int(serial))
         current_tracker.end()

@@ -130,11 +130,14 @@ class RankTensors:
                 f"this tensor could not be computed: {error.poison.ename}: {error.poison.evalue}"
             ) from None
 
-    def run(self, command: RunOps) -> dict[str, Any]:
+    def run(self, command: RunOps, watch: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """Run a batch and return what the controller must know: faults, and the value that it requested.
 
         A batch of a controller that does not know yet that ranks were replaced is not run (`{"stale": True}`): what
         came before it may be lost.
+
+        Args:
+            watch: entered while the operations run.
 
         Raises:
             KeyboardInterrupt: the user interrupted; operations that had not run yet are poisoned.
@@ -152,7 +155,7 @@ class RankTensors:
         counts_before = _collective_counts(store.mesh)
         try:
             store.modes.begin()
-            with dtensor_patches.in_remote_op(), dtensor_patches.own_rng_tracker():
+            with dtensor_patches.in_remote_op(), dtensor_patches.own_rng_tracker(), watch or nullcontext():
                 answer = self._run_batch(command, store)
             if (counts := _collective_counts(store.mesh)) != counts_before:
                 answer["met"] = [now - then for now, then in zip(counts, counts_before, strict=True)]
@@ -193,16 +196,24 @@ class RankTensors:
                 store.poison_output(id, poison)
         skip_from(store, _ops_decoder.decode(command.ops), 0, poison)
 
-    def current_op(self) -> CurrentOp | None:
+    @property
+    def op_number(self) -> int:
+        """The number of the operation that runs now; 0 between batches."""
+        return 0 if self._current_batch is None else self._current_batch[1].op_number
+
+    def current_op(self, number: int | None = None) -> CurrentOp | None:
         """Return the operation that runs now and the line that issued it; None between batches.
 
         Any thread. Only reads; does not block.
+
+        Args:
+            number: of an operation of the same batch, whose line is returned in place of that of the one that runs.
         """
         current = self._current_batch
         if current is None:
             return None
         command, store = current
-        template, number = store.current_template, store.op_number
+        template, number = store.current_template, store.op_number if number is None else number
         if template is None:
             operation = f"fetch {command.fetch.mode}" if command.fetch is not None else "a batch's beginning"
         else:

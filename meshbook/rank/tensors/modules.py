@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import building, dtensor_patches, pretrained
+from meshbook.rank.tensors import building, dtensor_patches, pretrained, watching
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.compiled_blocks import graph_breaks
 from meshbook.rank.tensors.cut_checks import run_with_first_call
@@ -296,6 +296,7 @@ def _forward_context(
 ) -> Iterator[None]:
     """Apply autocast and the seed of a forward."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(watching.in_module())
         if dtype is not None:
             stack.enter_context(torch.autocast(resident.mesh.device_type, dtype=dtype))
         if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
@@ -410,6 +411,7 @@ def module_backward(
     if computed is not None:
         del graph_token._meshbook_gradients
     inputs, grads_by_index = computed or _backward(key, grads, output_indices, graph_token)
+    watching.gradients_given()
     resident = find_resident(key)
     unexpected = [
         index for index in resident.trainable_indices if (grads_by_index[index] is None) == (index in params_with_grad)
@@ -458,9 +460,10 @@ def _backward(
         incoming.append(grad)
     # Until all gradients are popped: one that remains would be added to the next step's.
     with resident.clean_up_on_error():
-        with torch.enable_grad():
+        with watching.in_module(), torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
         resident.average_gradients()
+        watching.backward_ended(resident.named_parameters(), [tensor.grad for tensor in saved.inputs])
         resident.broadcast_buffers(saved.buffer_indices)
         return _pop_input_gradients(resident, saved), _pop_parameter_gradients(resident)
 

@@ -399,6 +399,7 @@ LAZY_FUNCTION_MODULES = {
     "set_modes": "modes",
     "begin_step": "agreement",
     "end_step": "agreement",
+    "set_scaling": "watching",
     "take_snapshot": "loop_snapshots",
     "collect_snapshot": "loop_snapshots",
     "load_snapshot": "loop_snapshots",

@@ -39,7 +39,7 @@ class OutOfStep(RuntimeError):
 
 # Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
 # operation, and those that set something for the operations after them.
-_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::set_modes", BEGIN, END)
+_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::set_", BEGIN, END)
 
 # Repeated lowerings after more numbers turned out to vary; a step that still differs is replayed op by op.
 _MAX_LOWERINGS = 4

@@ -142,6 +142,11 @@ class ResidentModule:
     def clone_buffers(self) -> list[torch.Tensor]:
         return [self._local_tensor(index).clone() for index in self.buffer_indices]
 
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that get gradients, by the first of their names, in the module's order."""
+        names = {index: name for name, index, _ in reversed(self.names)}
+        return {names[index]: self.tensors[index] for index in self.trainable_indices}
+
     def _local_tensor(self, index: int) -> torch.Tensor:
         buffer = self.tensors[index]
         return buffer.to_local() if isinstance(buffer, DTensor) else buffer

@@ -79,6 +79,7 @@ class NumberFinding(Struct, frozen=True, gc=False):
     input_max: float | None = None  # the largest magnitude among its finite inputs
     collective: str = ""  # by which it came to other ranks: "all_reduce #44"
     reached: Ranks = ()  # the ranks of that
+    parameter: str = ""  # of a module on the ranks: the first one, in the order of backward, with a bad gradient
 
 
 class SentinelReport(Struct, frozen=True, gc=False):

@@ -1,0 +1,156 @@
+"""The calls of modules since the last update, and what is found by running them again: where bad numbers began."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from meshbook.rank.differences import losses, numbers, rerun
+from meshbook.rank.differences.leaves import LeafWatch
+from meshbook.rank.differences.numbers import Place
+from meshbook.rank.differences.remote_ops import PlaceNames
+from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
+from meshbook.rank.differences.watched_inputs import CollectiveInputs
+from meshbook.rank.differences.wording import ModuleNames, with_carrier, without_wrappers
+from meshbook.wire.messages import NumberFinding
+
+# Calls of outermost modules that are kept since the last update: micro batches, or the parts of a model.
+_MAX_CALLS = 8
+
+
+class KeptCalls:
+    """The calls of one rank.
+
+    Attributes:
+        stack: which module runs, while a call is run again; else None.
+    """
+
+    def __init__(
+        self, names: ModuleNames, places: PlaceNames, inputs: CollectiveInputs, step: Callable[[], int | None]
+    ) -> None:
+        """
+        Args:
+            step: returns the number of the step that runs.
+        """
+        self._names, self._places, self._inputs, self._step = names, places, inputs, step
+        self._calls: deque[ModuleCall] = deque(maxlen=_MAX_CALLS)
+        self.stack: ModuleStack | None = None
+
+    def __iter__(self) -> Iterator[ModuleCall]:
+        return iter(self._calls)
+
+    def add(self, call: ModuleCall) -> None:
+        self._calls.append(call)
+
+    def keep(self, is_kept: Callable[[ModuleCall], bool] = lambda call: False) -> None:
+        """Forget all calls but these."""
+        kept = list(filter(is_kept, self._calls))
+        self._calls.clear()
+        self._calls.extend(kept)
+
+    def have(self, parameters: Sequence[Any]) -> bool:
+        """Whether a module that was called has one of these parameters."""
+        updated = set(map(id, parameters))
+        return any(id(parameter) in updated for call in self._calls for parameter in call.module.parameters())
+
+    # ---- findings
+
+    def describe(
+        self, call: ModuleCall | None, operation: BadOperation, place: Place | None = None, *, line: str = ""
+    ) -> NumberFinding:
+        """Return a finding, without its text.
+
+        Args:
+            line: in place of the name of `place`.
+        """
+        module = operation.module
+        if call is not None:
+            inner = without_wrappers(operation.module)
+            module = ".".join(filter(None, [self._names.name_module(call.module), inner]))
+            place = operation.place or call.place
+        return NumberFinding(
+            "non-finite",
+            "",
+            None if call is not None and call.is_remote else self._step(),
+            module,
+            operation.op,
+            operation.phase,
+            line or self._places.name(place),
+            operation.dtype,
+            operation.input_max,
+        )
+
+    def explain_outputs(self, call: ModuleCall) -> BadOperation | None:
+        if numbers.kinds(numbers.tensors_in((call.args, call.kwargs))) - {"-inf"}:
+            return BadOperation("", "", "input", call.place, "", None)
+        for name, parameter in call.module.named_parameters():
+            if numbers.kinds([parameter]):
+                return BadOperation(name, "", "parameter", call.place, "", None)
+        return self._run_again(call, backward=False)
+
+    def explain_loss(self, loss: torch.Tensor, place: Place | None) -> NumberFinding:
+        """Return where a loss that is not finite began.
+
+        Args:
+            place: of its backward.
+        """
+        for call in self._calls:  # log-probabilities may be -inf
+            if operation := self._run_again(call, backward=False):
+                return self.describe(call, operation)
+        inside = [(call.first_node, call.last_node) for call in self._calls]
+        operation = losses.operation_in(loss, lambda node: any(first <= node < last for first, last in inside))
+        return self.describe(None, operation or BadOperation("", "", "loss", None, "", None), place)
+
+    def explain_gradients(self, parameters: Sequence[Any]) -> NumberFinding | None:
+        """Return where the bad gradients of these parameters began; None: on another rank."""
+        carried = self._inputs.first_bad()
+        for call in self._calls:
+            leaves: LeafWatch | None = call.leaves
+            if leaves is not None and leaves.is_from_elsewhere:
+                return None
+            operation = self._run_again(call, backward=True) if leaves is None else leaves.found
+            if operation is None and numbers.kinds(call.gradients.values()):
+                operation = BadOperation("", "", "loss", None, "", None)
+            if operation is not None:
+                of = call if operation.phase != "loss" else None
+                return with_carrier(self.describe(of, operation, call.place), carried)
+        if carried is None and self._inputs.has_any:  # what this rank gave was finite
+            return None
+        bad = [parameter for parameter in parameters if parameter.grad is not None and numbers.kinds([parameter.grad])]
+        name = self._names.name_parameter(bad[-1], [call.module for call in self._calls]) if bad else ""
+        place = self._inputs.place_of_first_bad()
+        return with_carrier(self.describe(None, BadOperation(name, "", "gradient", None, "", None), place), carried)
+
+    def explain_explosion(self, parameter: Any, norm: float, usual: float, rank: int) -> NumberFinding | None:
+        """Describe a gradient that is far above its usual norm; None: it was this only on another rank."""
+        local = None
+        for call in self._calls:
+            with self._again(call):
+                found = rerun.gradients_here(call)
+            if found:
+                local = float(torch.stack([each.detach().float().norm() for each in found if each is not None]).norm())
+                if local < usual * 2:
+                    return None
+        name = self._names.name_parameter(parameter, [call.module for call in self._calls])
+        step = self._step()
+        text = f"gradient explodes: step {step}, rank {rank}, {name}: norm {norm:.2g}, usually {usual:.2g}"
+        if local is not None:
+            text += f"; of this rank's own batch {local:.2g}"
+        return NumberFinding("explosion", text, step, name, "", "gradient", "")
+
+    def _run_again(self, call: ModuleCall, *, backward: bool) -> BadOperation | None:
+        with self._again(call) as stack:
+            return rerun.first_bad_operation(call, stack, backward=backward)
+
+    @contextmanager
+    def _again(self, call: ModuleCall) -> Iterator[ModuleStack]:
+        """While a call is run again, the hooks say to `stack` which module runs, and check nothing."""
+        self.stack = ModuleStack(call.module)
+        try:
+            yield self.stack
+        finally:
+            self.stack = None

@@ -1,0 +1,70 @@
+"""How a rank's sentinel is called from within operations on remote tensors: of modules, and of optimizers' steps.
+
+Ranks work as well without one. Main thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshbook.rank.tensors.operators import FUNCTIONS
+
+
+class TrainingWatcher(Protocol):
+    """What is called. It raises nothing."""
+
+    def backward_ended(self, parameters: Mapping[str, torch.Tensor], input_gradients: Sequence[Any]) -> None:
+        """A module's backward has ended; its parameters, in the module's order, have their gradients."""
+
+    def gradients_given(self) -> None:
+        """The operation that gives these gradients to the notebook runs."""
+
+    def step_begins(self, gradients: Sequence[Any], parameters: Sequence[Any]) -> None:
+        """All ranks take an optimizer's step from now on."""
+
+    def step_ended(self) -> None:
+        """They have taken it."""
+
+    def scaling(self, is_on: bool, /) -> None:
+        """A GradScaler has scaled a loss, and may skip the step; or it has ended its step."""
+
+
+# The sentinel of this rank, while it is on.
+current_watcher: TrainingWatcher | None = None
+# Whether a module runs of which the notebook has the parameters.
+is_in_module = False
+
+
+@contextlib.contextmanager
+def in_module() -> Iterator[None]:
+    """Run a module's forward or backward, which a sentinel watches by the module's calls, not by operations."""
+    global is_in_module
+    is_in_module = True
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        is_in_module = False
+
+
+def backward_ended(parameters: Mapping[str, torch.Tensor], input_gradients: Sequence[Any]) -> None:
+    if current_watcher is not None:
+        current_watcher.backward_ended(parameters, input_gradients)
+
+
+def gradients_given() -> None:
+    if current_watcher is not None:
+        current_watcher.gradients_given()
+
+
+def set_scaling(is_on: float) -> None:
+    if current_watcher is not None:
+        current_watcher.scaling(bool(is_on))
+
+
+FUNCTIONS["set_scaling"] = set_scaling
