@@ -28,7 +28,9 @@ from meshbook.tensors.creation import engine_of
 RANKS = 2
 SIZES = ((64, 2, 8, 32), (256, 4, 16, 64))  # width, layers, batch, length
 LIMIT = 1.02  # of the larger one
-REMOTE_LIMIT = 1.05  # of the larger one, through remote tensors
+# Of the larger one, through remote tensors: a module on the ranks is watched by its calls, the others by operations.
+OP_BY_OP, RECORDED, MODULE = "op by op", "recorded", "distribute(strategy='ddp')"
+REMOTE_LIMITS = {OP_BY_OP: 1.25, RECORDED: 1.3, MODULE: 1.1}
 
 SETUP = """
 import sys, time
@@ -78,8 +80,8 @@ def measure(quick: bool, folder: Path) -> Report:
             ]
             add(report, "in a cell", size, plain[0], plain[1], LIMIT)
             for name, step in remote_steps(mesh, size).items():
-                without, watched = remote_pairs(mesh, step, count, steps)
-                add(report, name, size, without, watched, REMOTE_LIMIT)
+                without, watched = remote_pairs(mesh, step, min(count, 12), 1 if is_large else steps)
+                add(report, name, size, without, watched, REMOTE_LIMITS[name])
     return report
 
 
@@ -108,7 +110,7 @@ def remote_steps(mesh: Mesh, size: tuple[int, ...]) -> dict[str, Callable[[], An
     one_by_one = stepper(lambda model: meshbook.module_to_mesh(model, mesh))
     on_ranks = stepper(lambda model: meshbook.distribute(model, mesh, strategy="ddp"))
     recorded = meshbook.record(stepper(lambda model: meshbook.module_to_mesh(model, mesh)))
-    return {"op by op": one_by_one, "recorded": recorded, "distribute(strategy='ddp')": on_ranks}
+    return {OP_BY_OP: one_by_one, RECORDED: recorded, MODULE: on_ranks}
 
 
 def remote_pairs(mesh: Mesh, step: Callable[[], Any], count: int, steps: int) -> tuple[list[float], list[float]]:

@@ -18,13 +18,15 @@ from meshbook.diagnose.source_files import is_cell_file, short_path
 from meshbook.rank import scalars
 from meshbook.rank.differences import numbers
 from meshbook.rank.differences.numbers import Place
-from meshbook.rank.differences.rerun import BadOperation, DescribedOperation, check_operation, describe_bad
+from meshbook.rank.differences.rerun import BadOperation, DescribedOperation, describe_bad
 from meshbook.rank.tensors import execution
 from meshbook.rank.tensors.engine import GENERATED_CODE, CurrentOp
 from meshbook.wire.messages import Frame
 
-# The number of an operation in its engine, and, of a recorded step's, the notebook's line that issued it.
-OpPlace = tuple[int, Frame | None]
+# A line of a recorded step's code, and what returns the operation and the notebook's line that issued it.
+RecordedLine = tuple[Callable[[int], tuple[str, Frame | None]], int]
+# The number of an operation in its engine, and, of a recorded step's, the line.
+OpPlace = tuple[int, RecordedLine | None]
 
 
 class RunningOps(Protocol):
@@ -58,8 +60,8 @@ class _RanOp:
     kwargs: Any
     result: Any
     at: OpPlace
-    first_collective: int  # how many collectives the rank had begun before it
-    last_collective: int
+    num_collectives: int  # that the rank had begun before it
+    before: set[str] | None  # kinds of bad numbers in its inputs before it ran; None: it has overwritten none
 
 
 class RemoteOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,6 +92,10 @@ class RemoteOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unread: dict[int, torch.Tensor] = {}  # results that nothing has carried on yet, by id
         self._num_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would put two frames around each operation, for compiled code, of which there is none here
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.look()
@@ -98,15 +104,16 @@ class RemoteOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._is_watched():
             return func(*args, **kwargs)
-        at, before = (self._tensors.op_number, _recorded_line()), self._count_collectives()
+        at, num_collectives = (self._tensors.op_number, _recorded_line()), self._count_collectives()
+        before = None
         if func._schema.is_mutable:  # it may overwrite what is held
-            self.look()
-            result, bad = check_operation(func, args, kwargs)
-            if bad is not None:
-                self._tell(bad, at, (before, self._count_collectives()))
-            return result
+            held = [each.result for each in self._ran]
+            known = {id(tensor) for tensor in numbers.tensors_in(held)} if self.look() else set()
+            if not self._is_watched():
+                return func(*args, **kwargs)
+            before = numbers.kinds(tensor for tensor in numbers.tensors_in((args, kwargs)) if id(tensor) not in known)
         result = func(*args, **kwargs)
-        self._ran.append(_RanOp(func, args, kwargs, result, at, before, self._count_collectives()))
+        self._ran.append(_RanOp(func, args, kwargs, result, at, num_collectives, before))
         self._hold(func, args, result)
         if len(self._ran) >= _MAX_OPS or self._num_bytes >= _MAX_BYTES:
             self.look()
@@ -114,30 +121,33 @@ class RemoteOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, func: Any, args: Any, result: Any) -> None:
         unread = self._unread
-        if func.is_view:
-            if isinstance(result, torch.Tensor) and result.numel() == args[0].numel():
-                unread.pop(id(args[0]), None)
-        elif count := _CARRIES.get(func._opname):
+        if func.is_view:  # one of all numbers stands for what it is a view of
+            is_whole = isinstance(result, torch.Tensor) and result.numel() == args[0].numel()
+            if is_whole and unread.pop(id(args[0]), None) is not None:
+                unread[id(result)] = result
+            return
+        if count := _CARRIES.get(func._opname.rstrip("_")):
             for tensor in numbers.tensors_in(args[:count]):
                 unread.pop(id(tensor), None)
         for tensor in numbers.tensors_in(result):
             unread[id(tensor)] = tensor
-            if not func.is_view:
-                self._num_bytes += tensor.nbytes
+            self._num_bytes += tensor.nbytes
 
-    def look(self) -> None:
-        """Look at what has run since the last time. Waits for a GPU."""
+    def look(self) -> bool:
+        """Look at what has run since the last time; return whether all of it is finite. Waits for a GPU."""
         ran, unread = self._ran, self._unread
-        if not ran:
-            return
         self._ran, self._unread, self._num_bytes = [], {}, 0
         if numbers.are_finite(unread.values()):
-            return
-        for each in ran:
-            bad = None if each.func.is_view else describe_bad(each.func, each.args, each.kwargs, each.result)
+            return True
+        counts = [*(each.num_collectives for each in ran[1:]), self._count_collectives()]
+        for each, last in zip(ran, counts, strict=True):
+            bad = (
+                None if each.func.is_view else describe_bad(each.func, each.args, each.kwargs, each.result, each.before)
+            )
             if bad is not None:
-                self._tell(bad, each.at, (each.first_collective, each.last_collective))
-                return
+                self._tell(bad, each.at, (each.num_collectives, last))
+                break
+        return False
 
     def _tell(self, bad: DescribedOperation, at: OpPlace, collectives: tuple[int, int]) -> None:
         if self._is_watched():
@@ -147,19 +157,20 @@ class RemoteOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._found(BadOperation("", op, "remote", None, dtype, size), line, collectives)
 
 
-def _recorded_line() -> Frame | None:
-    """Return the notebook's line of the operation of a recorded step that runs: its code has a line for each."""
+def _recorded_line() -> RecordedLine | None:
+    """Return the line of a recorded step's code that runs: it has one for each operation."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not execution.execute.__code__:
         if (issued := GENERATED_CODE.get(frame.f_code.co_filename)) is not None:
-            return issued(frame.f_lineno)[1]
+            return issued, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-def _name_line(current: CurrentOp, recorded: Frame | None) -> str:
+def _name_line(current: CurrentOp, recorded: RecordedLine | None) -> str:
     """Return the notebook's line that issued an operation: "cell 12, line 31 in loss_of"; empty: it is not known."""
-    line = recorded or current.line
+    issued = None if recorded is None else recorded[0](recorded[1])[1]
+    line = issued or current.line
     if line is None:
         return ""
     where = f"{current.cells.get(line.file) or short_path(line.file)}, line {line.line}"

@@ -261,6 +261,14 @@ class StepReplayer:
         error.add_note(f"in operation {index} of the recorded step, {self.templates[op.template].name}{line}")
         return error
 
+    def op_of_line(self, generated_line: int) -> tuple[str, Frame | None]:
+        """Return the operation and frame of a generated line; see `engine.GENERATED_CODE`."""
+        index = None if self.lowered is None else self.lowered.op_index_by_line.get(generated_line)
+        if index is None or index >= len(self.recorded.frames):
+            return "a recorded step", None
+        name = display_name(self.templates[self.recorded.ops[index].template].name)
+        return f"{name} of a recorded step", self.recorded.frames[index]
+
     def describe(self) -> dict[str, Any]:
         """Return how the step is replayed, as plain data."""
         lowered = self.lowered
@@ -294,9 +302,6 @@ def _with_distinct_locals(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 REPLAYERS: dict[str, StepReplayer] = {}
 
-# The replayer that runs now: a rank has one thread that runs operations.
-_current_replayer: StepReplayer | None = None
-
 
 def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands: Any) -> Any:
     """Run a recorded step as one operation.
@@ -308,7 +313,6 @@ def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands:
     Raises:
         OutOfStep: this rank has left out a call since the first.
     """
-    global _current_replayer
     replayer = REPLAYERS.get(key)
     if replayer is None:
         replayer = REPLAYERS[key] = StepReplayer(pickle.loads(payload), mesh, device, first_call=-1)
@@ -316,22 +320,8 @@ def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands:
     first_call, call = int(operands[count]), int(operands[count + 1])
     if replayer.first_call != first_call:
         replayer = REPLAYERS[key] = StepReplayer(replayer.recorded, mesh, device, first_call)
-    _current_replayer = replayer
+    engine.GENERATED_CODE[GENERATED_FILE] = replayer.op_of_line  # a rank has one thread that runs operations
     return replayer.run(call, operands[:count], operands[count + 2 :])
-
-
-def _current_op(generated_line: int) -> tuple[str, Frame | None]:
-    """Return the operation and frame of a generated line; see `engine.GENERATED_CODE`."""
-    replayer = _current_replayer
-    index = (
-        replayer.lowered.op_index_by_line.get(generated_line)
-        if replayer is not None and replayer.lowered is not None
-        else None
-    )
-    if replayer is None or index is None or index >= len(replayer.recorded.frames):
-        return "a recorded step", None
-    name = display_name(replayer.templates[replayer.recorded.ops[index].template].name)
-    return f"{name} of a recorded step", replayer.recorded.frames[index]
 
 
 def forget_replay(key: str) -> None:
@@ -350,6 +340,5 @@ def describe_replayers() -> dict[str, dict[str, Any]]:
     return {key: replayer.describe() for key, replayer in REPLAYERS.items()}
 
 
-engine.GENERATED_CODE[GENERATED_FILE] = _current_op
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
