@@ -74,10 +74,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, fault: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, fault: Callable[[nn.Module, Any], Any], at: int = 1, num_blocks: int = 3) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.blocks = nn.ModuleList([Block(healthy), Block(fault), Block(healthy)])
+        self.blocks = nn.ModuleList(Block(fault if number == at else healthy) for number in range(num_blocks))
 
     def forward(self, x: Any) -> Any:
         x = self.embed(x)
@@ -133,6 +133,16 @@ def test_where_a_gradient_stops_being_finite_is_named(
         assert (found.module, found.op) == ("Net.blocks.1", op)
     assert f"backward at zoo/test_bad_gradients.py, line {line} in " in found.line
     assert "; first bad gradient: blocks.0.down.bias; reached ranks 0-1 by " in found.text
+
+
+@pytest.mark.parametrize(("at", "rank"), [(1, 0), (3, 1)])
+def test_the_stage_of_a_pipeline_whose_backward_makes_numbers_bad_is_named(mesh: Mesh, at: int, rank: int) -> None:
+    torch.manual_seed(0)
+    model = distribute(Net(sqrt_at_0, at, num_blocks=4), mesh, strategy="pp")
+    mesh.nan(True)
+    model(torch.randn(8, 4)).square().mean().backward()
+    ranks, found = found_by(mesh)
+    assert (ranks, found.phase, found.parameter) == ((rank,), "backward", f"blocks.{at - 1}.down.bias")
 
 
 class BadWeight(torch.autograd.Function):
