@@ -359,7 +359,7 @@ def watched(self, hidden, **options):
     found = forward(self, hidden, **options)
     positions.append(hidden.shape[1])
     layers = [layer for cache in self._calls[0].caches for layer in cache.layers]
-    widths[:] = [layer.keys.shape[-1] for layer in layers]
+    widths[:] = [0 if layer.keys is None else layer.keys.shape[-1] for layer in layers]
     return found
 StageRun.forward = watched
 """
