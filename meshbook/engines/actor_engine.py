@@ -63,7 +63,7 @@ class ActorEngine(ABC):
         self._mesh_id = secrets.token_hex(4)
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited = self._hosts.pop_failed, self._hosts.pop_exited
-        self.first_address = self._hosts.first_address
+        self.progress, self.first_address = self._hosts.progress, self._hosts.first_address
         self._supervisor = SupervisorWait()
         self.supervisor_listens = self._supervisor.listens
         self._driver: LauncherDriver | None = None
@@ -156,8 +156,13 @@ class ActorHost(HostLaunch):
     def machine_name(self) -> str:
         return self._node or f"node {self._host}"
 
+    @property
+    def _first_stage(self) -> str:
+        return f"{self._driver.launcher} finds nodes"
+
     def open(self) -> RemoteHello:
         address = self._driver.allocated().address
+        self._enter(f"{self._driver.launcher} starts Python")
         words = (*self._module, f"--launched-from={address}")
         self._driver.send(StartHost(self._launch, self._host, self._python, words, self._environment))
         line = b""

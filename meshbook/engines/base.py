@@ -24,6 +24,15 @@ class HostStart:
     torch: bool  # whether ranks will import torch
 
 
+@dataclass(frozen=True)
+class HostProgress:
+    """How far the start of a host has come."""
+
+    machine: str  # its name
+    stage: str  # what goes on, as in "gpu2: ssh connects"; "": the machine is there, and waits for the others
+    seconds: int  # since when
+
+
 class HostEngine(Protocol):
     """Starts hosts and reports their exit. All methods are called from the supervisor's loop and do not block.
 
@@ -51,6 +60,9 @@ class HostEngine(Protocol):
         Raises:
             StartError: it cannot be started; the message says what to do.
         """
+
+    def progress(self) -> dict[int, HostProgress]:
+        """Return how far hosts have come, as far as that can be said; of those that have connected it is not used."""
 
     def pop_failed(self) -> dict[int, str]:
         """Return the hosts that could not be started, as found since the last call: why, and what to do."""

@@ -136,12 +136,18 @@ class DriverMain(ABC):
         """Whether the mesh has: until it has its nodes, the engine says nothing else."""
         return not self._commands.empty()
 
-    async def wait_for(self, task: asyncio.Task[Any], state: str) -> bool:
-        """Wait for a task, and show `state` if it takes long; return whether it is done, else the mesh has ended."""
-        for poll in itertools.count():
+    async def wait_for(self, task: asyncio.Task[Any], describe: Callable[[], str]) -> bool:
+        """Wait for a task; return whether it is done, else the mesh has ended.
+
+        Args:
+            describe: returns what is to be shown if it takes long. It is asked now and then, on a thread.
+        """
+        shown = ""
+        for poll in itertools.count(1):
             if (await asyncio.wait({task}, timeout=POLL_S))[0]:
                 break
-            if poll == _SLOW_POLLS:
+            if poll % _SLOW_POLLS == 0 and (state := await asyncio.to_thread(describe)) != shown:
+                shown = state
                 self.report(NodesAwaited(state))
             if self.has_ended():
                 return False

@@ -86,6 +86,7 @@ class HostCommand(HostLaunch):
             piece = os.read(fd, 1 << 16)
             if not piece:
                 break
+            self._enter("Python starts")
             data += piece
             while b"\n" in data and not data.lstrip().startswith(b"{"):  # what a login script prints
                 data = data.partition(b"\n")[2]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import msgspec
 
+from meshbook.engines.base import HostProgress
 from meshbook.errors import StartError
 from meshbook.version import __version__
 from meshbook.wire.remote_start import RemoteHello, RemoteStart, SupervisorAddress
@@ -43,8 +45,14 @@ class HostLaunch(ABC):
         self.exit_reason: str | None = None
         self.has_started = False
         self._thread: threading.Thread | None = None
+        self._stage, self._stage_since = "", time.monotonic()
 
     # ---- what depends on the launcher
+
+    @property
+    @abstractmethod
+    def _first_stage(self) -> str:
+        """What `open` begins with, as in "gpu2: ssh connects"."""
 
     @property
     @abstractmethod
@@ -82,13 +90,16 @@ class HostLaunch(ABC):
 
     def begin(self, prepare: Callable[[RemoteHello], RemoteStart]) -> None:
         """Start the host on a thread. `prepare` is called there, when the host has said hello."""
+        self._enter(self._first_stage)
         self._thread = threading.Thread(target=self._run, args=(prepare,), daemon=True)
         self._thread.start()
 
     def _run(self, prepare: Callable[[RemoteHello], RemoteStart]) -> None:
         try:
             hello = self.open()
+            self._enter("")
             start = prepare(hello)
+            self._enter("the host connects back")
             self._connect(hello)
             self.has_started = True
             self._write(msgspec.json.encode(start) + b"\n")
@@ -116,6 +127,13 @@ class HostLaunch(ABC):
         elif self.exit_reason is None:
             self._thread = threading.Thread(target=self._watch_end, daemon=True)
             self._thread.start()
+
+    def _enter(self, stage: str) -> None:
+        """Take note of what goes on now, for those who wait."""
+        self._stage, self._stage_since = stage, time.monotonic()
+
+    def progress(self) -> HostProgress:
+        return HostProgress(self.machine_name, self._stage, int(time.monotonic() - self._stage_since))
 
     def _join(self, timeout_s: float) -> None:
         if self._thread is not None:
@@ -157,6 +175,9 @@ class HostLaunches:
         """End a host that was given up, if there is one."""
         if (former := self._launches.pop(host, None)) is not None:
             former.close()
+
+    def progress(self) -> dict[int, HostProgress]:
+        return {host: launch.progress() for host, launch in self._launches.items()}
 
     def pop_failed(self) -> dict[int, str]:
         return self._pop(lambda launch: launch.failure)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from meshbook.engines.base import HostStart
+from meshbook.engines.base import HostProgress, HostStart
 from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.errors import StartError
 from meshbook.wire.messages import MeshSpec
@@ -37,6 +37,9 @@ class LocalEngine:
         assert process.stdin is not None
         process.stdin.write(f"{start.token}\n".encode())  # and kept open: the host ends with its last writer
         self._hosts[host] = process
+
+    def progress(self) -> dict[int, HostProgress]:
+        return {}
 
     def pop_failed(self) -> dict[int, str]:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,14 @@ from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, job_loads
 
 from meshbook.engines.driver_main import Advised
 from meshbook.engines.driver_messages import AllocateJob
+from meshbook.engines.slurm_job import JobState, run_slurm
+from meshbook.errors import StartError
 
 # By which name a user's program is imported, here and wherever its job is unpickled.
 _MODULE = "meshbook_monarch_job"
 _MESH = "hosts"
+# What the name of a SlurmJob made here begins with; Monarch does not tell its number.
+_SLURM_NAME = f"meshbook-{secrets.token_hex(4)}"
 
 
 def make_job(wanted: AllocateJob) -> JobTrait:
@@ -51,6 +56,16 @@ def choose_hosts(state: Any, wanted: AllocateJob) -> Any:
             f"ask for --nodes {hosts.size(_MESH)}, or give the job more hosts",
         )
     return hosts
+
+
+def queue_state() -> str:
+    """Return what Slurm says of a SlurmJob made here: "PENDING (Priority), starts about 14:07"; "": nothing. Blocks."""
+    try:
+        done = run_slurm("squeue", "-h", "-u", str(os.getuid()), "-o", "%j|%T|%r|%N|%S")
+    except StartError:
+        return ""
+    jobs = [line.partition("|") for line in done.stdout.splitlines()]
+    return next((JobState.parse(said).describe() for name, _, said in jobs if name.startswith(_SLURM_NAME)), "")
 
 
 def ended_login(job: JobTrait | None, node: int) -> str | None:
@@ -117,12 +132,10 @@ def _ssh_job(num_hosts: int, options: dict[str, Any]) -> JobTrait:
 
 def _slurm_job(num_hosts: int, options: dict[str, Any]) -> JobTrait:
     python = options.pop("python", sys.executable)
-    return SlurmJob({_MESH: num_hosts}, python_exe=python, job_name="meshbook", **options)
+    return SlurmJob({_MESH: num_hosts}, python_exe=python, job_name=_SLURM_NAME, **options)
 
 
 def _kubernetes_job(num_hosts: int, options: dict[str, Any]) -> JobTrait:
-    import secrets
-
     from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 
     options.pop("python", None)

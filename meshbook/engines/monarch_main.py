@@ -35,7 +35,7 @@ from meshbook.engines.driver_messages import (
     StartHost,
 )
 from meshbook.engines.monarch_guard import DONE, GuardedJob
-from meshbook.engines.monarch_jobs import choose_hosts, ended_login, make_job
+from meshbook.engines.monarch_jobs import choose_hosts, ended_login, make_job, queue_state
 
 _LEAVE_TIMEOUT_S = 2.5
 _OUTSIDE = "8.8.8.8"
@@ -126,8 +126,9 @@ class MonarchMain(DriverMain):
             await asyncio.to_thread(job.apply)
             self._tell_guard(job, first.file)
         kind = type(job).__name__
+        ask = queue_state if first.kind == "slurm" else str
         getting = asyncio.create_task(asyncio.to_thread(_state_of, job))
-        if not await self.wait_for(getting, f"Monarch: waiting for the hosts of its {kind}"):
+        if not await self.wait_for(getting, lambda: f"Monarch: its {kind} is {ask() or 'pending'}"):
             return None
         self._hosts = choose_hosts(getting.result(), first)
         return address

@@ -81,7 +81,7 @@ class RayMain(DriverMain):
             temp = self._files.enter_context(tempfile.TemporaryDirectory(prefix="mbray", dir="/tmp"))
         connecting = asyncio.create_task(asyncio.to_thread(_connect, first.cluster, temp))
         what = "start on this machine" if first.cluster == "local" else f"let us in ({first.cluster})"
-        if not await self.wait_for(connecting, f"Ray: waiting for it to {what}"):
+        if not await self.wait_for(connecting, lambda: f"Ray: waiting for it to {what}"):
             self._files.close()
             os._exit(0)  # Ray cannot be stopped meanwhile, and ends what it has started with this process
         connecting.result()

@@ -46,7 +46,7 @@ class SlurmEngine:
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited = self._hosts.pop_failed, self._hosts.pop_exited
         self.take_over = self._hosts.take_over
-        self.first_address = self._hosts.first_address
+        self.progress, self.first_address = self._hosts.progress, self._hosts.first_address
         self._job: SlurmJob | None = None
         self._launched: set[int] = set()
         self._supervisor = SupervisorWait()
@@ -86,6 +86,8 @@ class SlurmEngine:
 class SrunHost(HostCommand):
     """One srun on one node of a job, with a host at its other end."""
 
+    _first_stage = "Slurm has the job"
+
     def __init__(
         self, job: SlurmJob, host: int, python: str | None, module: list[str], log_path: Path, *, is_restart: bool
     ) -> None:
@@ -109,6 +111,7 @@ class SrunHost(HostCommand):
         if self._host >= len(nodes):
             raise StartError(f"Slurm has given job {self._job.id} {len(nodes)} nodes, and host {self._host} has none")
         self._node = nodes[self._host]
+        self._enter("srun starts Python")
         if self._is_restart:
             self._job.check(self._node)
         command = [

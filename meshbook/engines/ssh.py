@@ -58,6 +58,7 @@ class SshEngine:
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited, self.close = self._hosts.pop_failed, self._hosts.pop_exited, self._hosts.close
         self.take_over = self._hosts.take_over
+        self.progress = self._hosts.progress
 
     def runs_in_process(self, num_hosts: int) -> bool:
         return False
@@ -85,6 +86,8 @@ class SshEngine:
 
 class SshConnection(HostCommand):
     """One ssh to one machine, with a Python module of ours at its other end."""
+
+    _first_stage = "ssh connects"
 
     def __init__(
         self,
@@ -236,6 +239,8 @@ def _ciphers(options: list[str], machine: Machine) -> list[str]:
 def _remote_command(python: str | None, module: list[str], before: str) -> str:
     """Return the command line for the machine's login shell, whichever that is: ssh joins its words with spaces.
 
+    It first writes an empty line: by that one sees that ssh has connected.
+
     Args:
         before: a line for a bash that has read /etc/profile, where `module` is defined; "": none is needed.
     """
@@ -247,6 +252,6 @@ def _remote_command(python: str | None, module: list[str], before: str) -> str:
         here = shlex.quote(sys.executable)
         script = f"if [ -x {here} ]; then {run % here}; else {run % 'python3'}; fi"
     if not before:
-        return f"exec sh -c {shlex.quote(script)}"
-    script = f"{before}\n[ $? = 0 ] || {{ echo {shlex.quote(_BEFORE_FAILED)} >&2; exit 1; }}\n{script}"
+        return f"exec sh -c {shlex.quote(f'echo; {script}')}"
+    script = f"echo\n{before}\n[ $? = 0 ] || {{ echo {shlex.quote(_BEFORE_FAILED)} >&2; exit 1; }}\n{script}"
     return f"exec bash -lc {shlex.quote(script)}"

@@ -19,6 +19,7 @@ import zmq
 
 from meshbook.clock import SystemClock
 from meshbook.engines import ENGINES
+from meshbook.engines.base import HostProgress
 from meshbook.errors import MeshbookError, ProtocolError, StartError, TransferError, VersionMismatch
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
@@ -245,8 +246,8 @@ class Driver:
     def host_answered(self, host: int, silent_s: float) -> None:
         self._apply_effects(self._state.host_answered(host, silent_s, self._now()))
 
-    def queued(self, state: str) -> None:
-        self._apply_effects(self._state.changes.queued(state))
+    def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> None:
+        self._apply_effects(self._state.changes.hosts_awaited(queue_state, progress))
 
     def lease_s(self) -> float:
         return self._state.lease_s()

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import zmq
 
-from meshbook.engines.base import HostEngine, HostStart
+from meshbook.engines.base import HostEngine, HostProgress, HostStart
 from meshbook.errors import ProtocolError, StartError, VersionMismatch
 from meshbook.host.facts import address_towards
 from meshbook.supervisor.project_server import ProjectServer
@@ -57,8 +57,8 @@ class HostEvents(Protocol):
     def host_answered(self, host: int, silent_s: float) -> None:
         """A host of which that was said answers again."""
 
-    def queued(self, state: str) -> None:
-        """What the launcher's queue says while the mesh waits for its machines; "" when it has them."""
+    def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> None:
+        """What the launcher's queue says, "" when it has given the machines, and how far hosts have come since."""
 
     def lease_s(self) -> float:
         """Seconds that a host without a supervisor is to keep its ranks."""
@@ -116,7 +116,7 @@ class HostConnections:
         self._socket, self._listen_store = socket, listen_store
         self._is_listening = not engine.dials_tcp  # else from when the address of a machine is known
         self._curve_keys: tuple[bytes, bytes] | None = None
-        self._queue_state = ""
+        self._is_awaiting = False  # hosts that have not connected yet
         if not engine.dials_tcp:
             socket.bind(f"ipc://{folder}/{HOSTS_SOCKET}")
         self._router = LinkedRouter(loop, socket, self._on_message, self._on_hello, shorten=without_data)
@@ -259,12 +259,14 @@ class HostConnections:
         if not self._is_stopping:
             if not self._is_listening and (machine := self.engine.first_address()) is not None:
                 self._listen(machine)
-            state, failed, exited = self._loop.observe(
-                lambda: (self.engine.queue_state, self.engine.pop_failed(), self.engine.pop_exited())
+            engine = self.engine
+            state, progress, failed, exited = self._loop.observe(
+                lambda: (engine.queue_state, engine.progress(), engine.pop_failed(), engine.pop_exited())
             )
-            if self._queue_state != state:
-                self._queue_state = state
-                self._events.queued(state)
+            awaited = {number for number, host in self._hosts.items() if host.silent_checks is None}
+            if awaited or self._is_awaiting:
+                self._events.hosts_awaited(state, {host: one for host, one in progress.items() if host in awaited})
+            self._is_awaiting = bool(awaited)
             for number, reason in failed.items():
                 self._hosts.pop(number, None)
                 self._events.host_reported(number, messages.HostFailed(host=number, reason=reason))

@@ -66,8 +66,12 @@ class MachineTable:
 
     def who(self, host: int) -> str:
         """Return a host's name for a sentence: "machine n2", or "host 1" where there is one machine only."""
-        name = self.name(host)
-        return f"machine {name}" if self._address is not None and name else f"host {host}"
+        label = self.label(host)
+        return f"machine {label}" if label == self.name(host) else label
+
+    def label(self, host: int) -> str:
+        """Return a host's name for a list: "n2", or "host 1" where there is one machine only."""
+        return (self._address is not None and self.name(host)) or f"host {host}"
 
     def infos(self) -> tuple[HostInfo, ...]:
         return tuple(self._info(host) for host in self._ranks.hosts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshbook.engines.base import HostProgress
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client
@@ -83,9 +84,9 @@ class RankChanges:
             messages.PlanPreemption: lambda client, command, *_: self.preemption.plan(client.id, command),
         }
 
-    def queued(self, state: str) -> list[Effect]:
-        """Handle what the launcher's queue says while the mesh waits for its machines; "": it has them."""
-        return self._startup.queued(state)
+    def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> list[Effect]:
+        """Handle what the launcher's queue says, "" when it has given the machines, and how far hosts have come."""
+        return self._startup.hosts_awaited(queue_state, progress)
 
     def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
         """Have a host start ranks, when it has the project: those of a mesh that comes up, or those of a heal."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from meshbook.engines.base import HostProgress
 from meshbook.ids import name_ranks
 from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, Shutdown, StartHosts
@@ -14,6 +15,9 @@ from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo, MeshSpec
+
+# Machines that are named of those of which the same is said.
+_MAX_NAMES = 4
 
 
 class MeshStartup:
@@ -39,6 +43,8 @@ class MeshStartup:
         self._is_queued = False  # machines, or the files that their ranks need, are waited for
         self._pending: tuple[str, messages.StartMesh, float] | None = None  # client, its command, since
         self._hosts_ready: set[int] = set()
+        self._progress: dict[int, HostProgress] = {}  # of hosts that have not connected yet
+        self._queue_state = ""  # the launcher's
         self._rank_infos: dict[int, messages.RankInfo] = {}  # as their hosts last reported them
         self._sent_state = ""  # what the client that waits was last sent
 
@@ -69,12 +75,22 @@ class MeshStartup:
         self._is_queued = bool(state)
         return self._send_state(state)
 
+    def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> list[Effect]:
+        """Send the client that waits what the launcher's queue says, else what goes on at hosts."""
+        self._progress = progress
+        if queue_state != self._queue_state:
+            self._queue_state = queue_state
+            return self.queued(queue_state)
+        return self._send_progress()
+
     def host_heartbeat(self, report: messages.HostHeartbeat) -> list[Effect]:
         """Send the client that waits how many ranks are ready, when that has changed."""
-        if self._pending is None:
-            return []
-        self._rank_infos.update({info.rank: info for info in report.ranks})
-        return [] if self._is_queued else self._send_state(self._describe_state())
+        if self.is_pending:
+            self._rank_infos.update({info.rank: info for info in report.ranks})
+        return self._send_progress()
+
+    def _send_progress(self) -> list[Effect]:
+        return self._send_state(self._describe_state()) if self.is_pending and not self._is_queued else []
 
     def _send_state(self, state: str) -> list[Effect]:
         if self._pending is None or state == self._sent_state:
@@ -85,11 +101,10 @@ class MeshStartup:
         return [SendToClient(client, report)]
 
     def _describe_state(self) -> str:
-        """Return how many ranks are ready, and what is waited for."""
+        """Return how many hosts or ranks are ready, and what is waited for."""
         assert self.spec is not None
-        if missing := [host for host in self._ranks.hosts if host not in self._hosts_ready]:
-            hosts = ", ".join(self._machines.who(host) for host in missing)
-            return f"{len(self._hosts_ready)} of {len(self._ranks.hosts)} hosts are ready; waiting for {hosts}"
+        if not self._hosts_ready.issuperset(self._ranks.hosts):
+            return f"starting: {_describe_hosts([self._progress_of(host) for host in self._ranks.hosts])}"
         infos = [self._rank_infos.get(rank) for rank in self._ranks.all]
         waiting = [rank for rank, info in enumerate(infos) if info is None or info.state == "starting"]
         ready = f"{len(infos) - len(waiting)} of {len(infos)} ranks are ready"
@@ -98,6 +113,11 @@ class MeshStartup:
         if all(info is None or info.pid is None for info in infos):
             return f"{ready}; waiting for {'torch to be imported' if self.spec.torch else 'their processes'}"
         return f"{ready}; waiting for {name_ranks(waiting)}"
+
+    def _progress_of(self, host: int) -> HostProgress:
+        if host in self._hosts_ready:
+            return HostProgress(self._machines.label(host), "", 0)
+        return self._progress.get(host) or HostProgress(self._machines.label(host), "Python starts", 0)
 
     def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
         """Have a host start its ranks; with the last host, have the ranks form their groups.
@@ -145,3 +165,17 @@ class MeshStartup:
         self._pending = None
         refused = messages.Refused(call=command.call, error="StartError", text=text)
         return [SendToClient(client, refused), Shutdown("the mesh did not come up")]
+
+
+def _describe_hosts(hosts: list[HostProgress]) -> str:
+    """Return how far hosts have come: "gpu1 ready; gpu2, gpu3: ssh connects (3 s)"."""
+    stages = sorted(dict.fromkeys(host.stage for host in hosts))  # those that are ready first
+    parts = []
+    for stage in stages:
+        there = [host for host in hosts if host.stage == stage]
+        names = ", ".join(host.machine for host in there[:_MAX_NAMES])
+        more = len(there) - _MAX_NAMES
+        names += f" and {more} more" if more > 0 else ""
+        since_s = max(host.seconds for host in there)
+        parts.append(f"{names}: {stage}{f' ({since_s} s)' if since_s else ''}" if stage else f"{names} ready")
+    return "; ".join(parts)

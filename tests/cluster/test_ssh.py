@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import os
 import subprocess
 import sys
@@ -164,6 +165,26 @@ def test_a_start_that_is_given_up_leaves_nothing_behind(
     finally:
         bed.thaw("n2")
     when(lambda: bed.processes("n1").keys() <= before)
+
+
+def test_a_start_shows_from_its_beginning_on_which_machine_it_waits_for(bed: Bed) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if "n2: ssh connects (" in text:
+                bed.thaw("n2")
+            return super().write(text)
+
+    bed.freeze("n2")
+    try:
+        with contextlib.redirect_stdout(Terminal()) as shown, create_mesh(2, on="ssh://n1,n2", torch=False) as mesh:
+            assert dict(mesh.run("rank", echo=False).values) == {0: 0, 1: 1}
+    finally:
+        bed.thaw("n2")
+    text = shown.getvalue()
+    assert text.index("starting: ") < text.index("n2: ssh connects (") < text.index(" ranks are ready")
 
 
 def test_ssh_is_asked_for_a_quick_cipher_unless_somebody_has_named_ciphers(bed: Bed) -> None:

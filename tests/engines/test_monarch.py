@@ -151,10 +151,33 @@ def test_stop_while_a_job_waits_for_its_hosts_ends_it(tmp_path: Path, mark: str)
         "class QueuedJob(ProcessJob):\n    def _state(self):\n        threading.Event().wait()\n"
         "job = QueuedJob({'hosts': 2})\n"
     )
-    waits = "Monarch: waiting for the hosts of its QueuedJob"
+    waits = "Monarch: its QueuedJob is pending"
     stop = WhenWritten(waits, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(stop):
         start(f"monarch:{tmp_path}/slow.py:job")
+
+
+@needs_monarch
+def test_why_a_job_of_slurm_is_pending_is_shown_in_slurms_words(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = {
+        "sbatch": f"grep -o 'job-name=.*' | cut -d= -f2 > {tmp_path}/name; echo Submitted batch job 4711",
+        "squeue": f"""case "$*" in
+            *--json*) echo '{{"jobs": [{{"job_state": ["PENDING"]}}]}}';;
+            *) echo "other|PENDING|Resources||N/A"; echo "$(cat {tmp_path}/name)|PENDING|Priority||N/A";;
+        esac""",
+        "scancel": f"echo $* > {tmp_path}/cancelled",
+    }
+    for name, script in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    stop = WhenWritten("Monarch: its SlurmJob is PENDING (Priority)", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(stop):
+        start("monarch://slurm?partition=gpu")
+    when((tmp_path / "cancelled").exists)
 
 
 @needs_monarch

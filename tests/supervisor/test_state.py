@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from meshbook.engines.base import HostProgress
 from meshbook.supervisor import effects as s
 from meshbook.supervisor.state import MeshState
 from meshbook.wire import codec, messages
@@ -359,7 +360,7 @@ def test_who_waits_for_a_start_is_sent_how_many_ranks_are_ready_and_what_the_oth
 
     starting = [messages.RankInfo(rank=rank, state="starting", host="box", pid=9) for rank in range(2)]
     world.host(messages.HostReady(host=0, hostname="box", pid=3), 0)
-    assert states_after(0, None) == ["1 of 2 hosts are ready; waiting for host 1"]
+    assert states_after(0, None) == ["starting: host 0 ready; host 1: Python starts"]
     assert states_after(0, None) == [], "nothing has changed"
     world.host(messages.HostReady(host=1, hostname="box", pid=3), 1)
     assert states_after(0, None) == ["0 of 2 ranks are ready; waiting for torch to be imported"]
@@ -369,6 +370,35 @@ def test_who_waits_for_a_start_is_sent_how_many_ranks_are_ready_and_what_the_oth
     ]
     assert states_after(0, msgspec.structs.replace(starting[0], state="idle")) == [
         "2 of 2 ranks are ready; they form their process groups"
+    ]
+
+
+def test_who_waits_for_a_start_is_sent_what_goes_on_at_each_machine_and_the_queues_words_while_it_is_queued() -> None:
+    world = World(num_ranks=6, num_hosts=6, start=False)
+    spec = msgspec.structs.replace(world.spec, engine="ssh", on="ssh://n1,n2,n3,n4,n5,n6")
+    world.say(messages.StartMesh(call="start", spec=spec))
+
+    def states_after(effects: list[s.Effect]) -> list[str]:
+        return [report.state for report in messages_of(effects, messages.MeshStarting)]
+
+    def progressed(queue_state: str = "", **machines: tuple[str, int]) -> list[str]:
+        hosts = {int(name[1:]) - 1: HostProgress(name, *stage) for name, stage in machines.items()}
+        return states_after(world.state.changes.hosts_awaited(queue_state, hosts))
+
+    connecting = {f"n{number}": ("ssh connects", 0) for number in range(1, 7)}
+    assert progressed(**connecting) == ["starting: n1, n2, n3, n4 and 2 more: ssh connects"]
+    later = {"n1": ("", 1), "n2": ("ssh connects", 3), "n3": ("ssh connects", 4), "n4": ("Python starts", 1)}
+    assert progressed(**later, n5=("", 2), n6=("", 1)) == [
+        "starting: n1, n5, n6 ready; n4: Python starts (1 s); n2, n3: ssh connects (4 s)"
+    ]
+    queued = "Slurm: job 7 is PENDING (Priority)"
+    assert progressed(queued, **connecting) == [queued]
+    assert progressed(queued, **later) == []
+    assert progressed(**connecting) == [""]
+    ready = messages.HostReady(host=1, hostname="box", pid=3, facts=facts_of("m1"))
+    world.host(ready, 1)
+    assert progressed(n1=("the host connects back", 2)) == [
+        "starting: n2 ready; n3, n4, n5, n6: Python starts; n1: the host connects back (2 s)"
     ]
 
 
