@@ -26,6 +26,7 @@ def add_commands(add: AddCommand) -> list[argparse.ArgumentParser]:
     found.add_argument("--grep", default="", metavar="REGEX", help="only lines that match")
     found.add_argument("--since", metavar="TIME", help="30s, 5m, 2h or 1d ago, or 2026-11-26T14:05")
     found.add_argument("--ranks", help="of some ranks: 0,2-3, or dp=0")
+    found.add_argument("--host", metavar="NAME", help="what the agent of a host has written, instead; also a lost one")
     found.add_argument("--context", "-C", type=int, default=0, metavar="N", help="lines around each hit, of its rank")
     found.add_argument("--last", type=int, metavar="N", help=f"so many of the newest ({logs.DEFAULT_LIMIT})")
     found.add_argument("-f", "--follow", action="store_true", help="go on with what is printed, until Ctrl-C")
@@ -51,6 +52,10 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     with observed_mesh(options.name) as mesh:
+        if options.host is not None:
+            text = logs.host_log(mesh.session, options.host)
+            print_result(options, text, lambda: text.rstrip("\n"))
+            return 0
         ranks = parse_selection(mesh.grid, options.ranks) if options.ranks else ()
         search: dict[str, Any] = {"grep": options.grep, "since": options.since, "context": options.context}
         if options.follow:

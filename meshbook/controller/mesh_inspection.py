@@ -8,7 +8,7 @@ from typing import Any, get_args, overload
 
 from meshbook.controller import project, reports
 from meshbook.controller.hosts import Hosts, fetch_hosts
-from meshbook.controller.logs import DEFAULT_LIMIT, LogHit, Logs, follow, search
+from meshbook.controller.logs import DEFAULT_LIMIT, LogHit, Logs, follow, host_log, search
 from meshbook.controller.past_cells import PastCell, fetch_past_cells
 from meshbook.controller.project import Synced
 from meshbook.controller.reports import Stacks, Why
@@ -118,6 +118,9 @@ class MeshInspection:
     def logs(self, rank: int, limit_bytes: int = ...) -> str: ...
 
     @overload
+    def logs(self, *, host: str, limit_bytes: int = ...) -> str: ...
+
+    @overload
     def logs(
         self,
         *,
@@ -133,6 +136,7 @@ class MeshInspection:
         rank: int | None = None,
         limit_bytes: int = 1 << 16,
         *,
+        host: str | None = None,
         ranks: Sequence[int] | int | str | None = None,
         grep: str = "",
         since: str | float | datetime | None = None,
@@ -146,8 +150,12 @@ class MeshInspection:
         also errors of cells, and how ranks ended. Answers while a cell runs and while ranks hang. Blocks for 0.1 s, and
         some seconds for hundreds of MB.
 
+        With a host alone: what its agent, and the ssh, srun, Ray or Monarch that started it, have last written as
+        errors, also of a host that is lost or never came up.
+
         Args:
             rank: whose last output.
+            host: "gpu2", as in `mesh.hosts()`, or its number.
             ranks: which ranks to search in, as for `run`; None: all of this view.
             grep: a regular expression, searched for in each line; "": all lines that are not blank.
             since: how long ago ("30s", "5m", "2h", "1d", or seconds), or when (an ISO date and time, or a datetime).
@@ -159,10 +167,15 @@ class MeshInspection:
             that several ranks printed within a second are one hit, as `mesh.fold` says.
 
         Raises:
-            UsageError: the pattern or the time cannot be read; the message shows where.
+            UsageError: the pattern or the time cannot be read, and the message shows where; or no host is called so.
             MeshShapeError: a rank is not in this mesh.
         """
-        if rank is not None and (ranks, grep, since, context) == (None, "", None, 0):
+        is_search = (ranks, grep, since, context) != (None, "", None, 0)
+        if host is not None:
+            if is_search or rank is not None:
+                raise UsageError("the log of a host is shown alone; leave out ranks, grep, since and context")
+            return host_log(self._session, host, limit_bytes)
+        if rank is not None and not is_search:
             self._axes.check_ranks((rank,))
             return self._session.logs(rank, limit_bytes)
         where = self._ranks_to_search(rank if ranks is None else ranks)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from meshbook.controller import logs
 from meshbook.controller.mesh import Mesh
+from meshbook.errors import UsageError
 from meshbook.ids import Ranks
 from meshbook.kernel.magic_command import MagicCommand, argument
 from meshbook.kernel.notebook import Notebook
@@ -15,12 +16,13 @@ from meshbook.selections import parse_selection
 
 _LOG_BYTES_ONE_RANK = 1 << 16
 _LOG_BYTES_PER_RANK = 1 << 12
+_HOST = "host:"
 
 
 def logs_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
     """Return the command; `mesh_of` returns the mesh that it is about."""
     return MagicCommand(
-        "%mesh logs [RANKS] [--grep REGEX] [--since 5m] [--context N] [--last N] [-f]",
+        "%mesh logs [RANKS | host:NAME] [--grep REGEX] [--since 5m] [--context N] [--last N] [-f]",
         "What ranks last printed, also dead ones; with an option, a search in all that was printed.",
         lambda notebook, options: _logs(mesh_of(notebook), options),
         (
@@ -32,7 +34,8 @@ def logs_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
             argument("--last", type=int),
             argument("-f", "--follow", action="store_true"),
         ),
-        "RANKS, or --ranks: 2, 0-3, dp=0. --grep: a regular expression; quote it. --since: 30s, 5m, 2h, 1d ago, or "
+        "RANKS, or --ranks: 2, 0-3, dp=0. host:gpu2: what the agent of that host, and what started it, have written, "
+        "also of a lost one. --grep: a regular expression; quote it. --since: 30s, 5m, 2h, 1d ago, or "
         "2026-11-26T14:05. --context: so many lines of the same rank around each hit. --last: so many of the newest "
         "hits (1000). -f: go on with what is printed, until Stop; beside a running cell, until that has ended. Lines "
         "that several ranks printed within a second are one, as in a cell's output.",
@@ -41,8 +44,13 @@ def logs_command(mesh_of: Callable[[Notebook], Mesh]) -> MagicCommand:
 
 def _logs(mesh: Mesh, options: argparse.Namespace) -> logs.Logs | None:
     where = " ".join([*options.where, *([options.ranks] if options.ranks else [])])
-    ranks = parse_selection(mesh.grid, where) if where else None
     is_search = options.grep or options.since or options.context or options.last is not None
+    if where.startswith(_HOST):
+        if is_search or options.follow:
+            raise UsageError(f"the log of a host is shown alone: %mesh logs {where}")
+        print(mesh.logs(host=where.removeprefix(_HOST).strip()).rstrip("\n"))
+        return None
+    ranks = parse_selection(mesh.grid, where) if where else None
     if options.follow:
         _follow(mesh, ranks, options)
         return None

@@ -86,6 +86,7 @@ class Driver:
         self._state = MeshState(
             name, os.getpid(), clock.wall(), facts=gather_facts, stall_s=stall_s, store_address=self._store.address
         )
+        self._state.machines.read_log = functools.partial(logfile.read_host_log, folder)
         self._clients: dict[bytes, str] = {}  # authenticated identities, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # client -> the identity of its receiving socket
         self._client_processes = ProcessWatch(self._loop, self._client_disconnected, poll_s=_CLIENT_POLL_S)
@@ -264,16 +265,9 @@ class Driver:
             self._agent.close()
             self._agent = None
             self._hosts = HostConnections(
-                self._loop,
-                self._context,
-                self._folder,
-                self._state.name,
-                self._token,
-                engine,
-                self,
-                self._store.listen,
-                spec.lost_after_s,
-            )
+                self._loop, self._context, self._folder, self._state.name, self._token, engine, self,
+                self._store.listen, spec.lost_after_s,
+            )  # fmt: skip
             self._state.machines.watch = self._hosts if engine.spans_machines else None
         self._hosts.start(hosts, torch=spec.torch)
 

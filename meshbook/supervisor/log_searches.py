@@ -1,4 +1,4 @@
-"""What clients ask of ranks' output: which hosts search for whom, and which still have to answer. Pure.
+"""What clients ask of the output of ranks and hosts: which hosts search for whom, and which still have to answer. Pure.
 
 Hosts search; their hits are passed on to the client as they come, and folded there. A host that is lost, or was lost
 before, ends its part of a search with a sentence that says so: what it has kept cannot be read.
@@ -40,6 +40,7 @@ class LogSearches:
         self._open: dict[str, _OpenSearch] = {}
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.QueryLogs: self._query,
+            messages.QueryHostLog: self._query_host,
             messages.SearchLogs: self._search,
             messages.EndLogSearch: self._end,
         }
@@ -54,6 +55,17 @@ class LogSearches:
             return [SendToClient(client.id, messages.CommandReply(call=command.call, text=self._lost(host)))]
         self._queries[command.call] = client.id, host
         return [SendToHosts((host,), command, body)]
+
+    def _query_host(self, client: Client, command: messages.QueryHostLog, body: bytes, now: float) -> list[Effect]:
+        host = self._machines.find(command.host)
+        if host is None:
+            known = ", ".join(map(self._machines.label, self._ranks.hosts)) or "none yet"
+            text = f"there is no host {command.host!r} in this mesh; its hosts: {known}"
+            return [SendToClient(client.id, messages.Refused(call=command.call, error="UsageError", text=text))]
+        text = self._machines.read_log(host, command.limit_bytes)
+        if host in self._machines.lost:
+            text += f"{self._machines.who(host)} {self._machines.lost[host]}\n"
+        return [SendToClient(client.id, messages.CommandReply(call=command.call, text=text))]
 
     def _search(self, client: Client, command: messages.SearchLogs, body: bytes, now: float) -> list[Effect]:
         hosts = self._ranks.hosts

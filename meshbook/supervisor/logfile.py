@@ -11,6 +11,20 @@ MAX_BYTES = 8 << 20
 RETAINED_BYTES = 1 << 20
 
 
+def read_host_log(folder: Path, host: int, limit_bytes: int) -> str:
+    """Return the end of what a host's agent and its launcher have written, of each start of it, the latest last.
+
+    One on another machine writes it to its launcher; one on this machine writes to the mesh's own log.
+    """
+    found = {path: path.stat().st_mtime for path in folder.glob(f"h{host}.*.log")}
+    paths = sorted(found, key=found.__getitem__) or [folder / "supervisor.log"]
+    text = ""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            text += path.read_bytes()[-limit_bytes:].decode("utf-8", "replace")
+    return text[-limit_bytes:]
+
+
 def truncate_log(path: Path, *, max_bytes: int = MAX_BYTES, retained_bytes: int = RETAINED_BYTES) -> bool:
     """Truncate a log that has grown too large; return whether it had. Never raises if the disk is full.
 

@@ -26,6 +26,7 @@ class MachineTable:
     Attributes:
         lost: why hosts are lost, as phrases that follow their name: "has not answered for 4 s".
         watch: None: no host is on another machine.
+        read_log: returns the last bytes of a host's log.
     """
 
     def __init__(self, ranks: RankTable, here: Callable[[], MachineFacts]) -> None:
@@ -35,6 +36,7 @@ class MachineTable:
         self._hostnames: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self.watch: HostWatch | None = None
+        self.read_log: Callable[[int, int], str] = lambda host, limit_bytes: ""
         self._address: Address | None = None
 
     def begin(self, spec: MeshSpec) -> None:
@@ -72,6 +74,15 @@ class MachineTable:
     def label(self, host: int) -> str:
         """Return a host's name for a list: "n2", or "host 1" where there is one machine only."""
         return (self._address is not None and self.name(host)) or f"host {host}"
+
+    def find(self, name: str) -> int | None:
+        """Return the host that a user calls so: "gpu2", its machine's name for itself, or its number; None: none."""
+
+        def names(host: int) -> tuple[str | None, ...]:
+            label = self.label(host)
+            return label, label.rpartition("@")[2].partition(":")[0], self._hostnames.get(host), str(host)
+
+        return next((host for host in self._ranks.hosts if name in names(host)), None)
 
     def infos(self) -> tuple[HostInfo, ...]:
         return tuple(self._info(host) for host in self._ranks.hosts)

@@ -14,7 +14,7 @@ import pytest
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import HealError, RankLost
+from meshbook.errors import HealError, RankLost, UsageError
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
@@ -62,6 +62,9 @@ def test_a_machine_without_power_is_named_and_its_ranks_are_healed_when_it_is_ba
         check_named(mesh, future)
         with pytest.raises(HealError, match="machine n2, where no host could be started again: n2"):
             mesh.heal()
+        assert "ssh: connect to host" in mesh.logs(host="n2")
+        with pytest.raises(UsageError, match="there is no host 'n3' in this mesh; its hosts: n1, n2"):
+            mesh.logs(host="n3")
         bed.power_on("n2")
         heal(mesh)
 

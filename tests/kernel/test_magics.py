@@ -214,6 +214,8 @@ def test_ranks_that_are_not_there_run_nothing(typed: Terminal, head: str, senten
         ("%mesh record save --limit 1G", "--limit is for %mesh record on"),
         ("%mesh logs --grep 'loss=('", "missing ), unterminated subpattern at position 5"),
         ("%mesh logs --since noon", "'noon' is not a time; write how long ago (30s, 5m, 2h, 1d)"),
+        ("%mesh logs host:gpu7", "there is no host 'gpu7' in this mesh; its hosts: host 0"),
+        ("%mesh logs host:0 --grep x", "the log of a host is shown alone: %mesh logs host:0"),
         ("%mesh logs --context many", "argument --context/-C: invalid int value: 'many'"),
     ],
 )
@@ -396,6 +398,11 @@ def test_logs_show_what_a_rank_printed(typed: Terminal, capsys: pytest.CaptureFi
     typed("%mesh logs")
     text = capsys.readouterr().out
     assert text.index("---- rank 0") < text.index("said by 0") < text.index("---- rank 1") < text.index("said by 1")
+
+
+def test_logs_of_a_host_are_shown_by_its_number_too(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    typed("%mesh logs host:0")
+    assert capsys.readouterr().out.strip()
 
 
 def test_logs_with_an_option_search_in_all_that_was_printed(typed: Terminal) -> None:

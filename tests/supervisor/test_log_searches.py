@@ -59,6 +59,28 @@ def test_a_host_that_is_lost_is_answered_for_in_the_tail_of_a_ranks_output_too()
     assert "cannot be read" in (reply.text or "")
 
 
+def test_the_log_of_a_host_is_found_by_its_name_and_says_how_it_was_lost() -> None:
+    world = two_hosts()
+    world.state.machines.read_log = lambda host, limit_bytes: f"words of {host}\n"
+
+    def said(name: str) -> list[str | None]:
+        query = messages.QueryHostLog(call="one-2", host=name)  # type: ignore[arg-type]
+        return [reply.text for reply in messages_of(ask(world, query), messages.CommandReply)]
+
+    assert (said("host 1"), said("1"), said("0")) == (["words of 1\n"], ["words of 1\n"], ["words of 0\n"])
+    world.state.host_exited(1, "was killed by SIGKILL", world.now)
+    assert said("1") == ["words of 1\nhost 1 was killed by SIGKILL\n"]
+
+
+def test_a_host_that_is_not_there_is_refused_with_the_names_of_those_that_are() -> None:
+    query = messages.QueryHostLog(call="one-2", host="gpu7")  # type: ignore[arg-type]
+    (refused,) = messages_of(ask(two_hosts(), query), messages.Refused)
+    assert (refused.error, refused.text) == (
+        "UsageError",
+        "there is no host 'gpu7' in this mesh; its hosts: host 0, host 1",
+    )
+
+
 def test_a_client_that_is_gone_or_ends_its_search_ends_those_of_hosts() -> None:
     world = two_hosts()
     ask(world, SEARCH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from meshbook.supervisor import logfile
@@ -16,6 +17,16 @@ def test_a_log_that_has_grown_too_large_begins_anew_and_its_end_is_kept(tmp_path
         writer.write(b"what came later\n")
     assert path.read_bytes() == b"what came later\n"
     assert (tmp_path / "supervisor.log.1").read_bytes() == b"the end\n"
+
+
+def test_the_log_of_a_host_is_that_of_all_its_starts_the_latest_last(tmp_path: Path) -> None:
+    (tmp_path / "supervisor.log").write_text("of the mesh\n")
+    assert logfile.read_host_log(tmp_path, 1, 100) == "of the mesh\n"
+    for number, (name, text) in enumerate({"h1.zz.log": "first\n", "h1.aa.log": "second\n", "h11.aa.log": "x"}.items()):
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (number, number))
+    assert logfile.read_host_log(tmp_path, 1, 100) == "first\nsecond\n"
+    assert logfile.read_host_log(tmp_path, 1, 8) == "\nsecond\n"
 
 
 def test_a_short_log_is_left_as_it_is(tmp_path: Path) -> None:

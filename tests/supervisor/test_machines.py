@@ -81,6 +81,7 @@ def test_a_lost_machine_is_named_and_its_ranks_are_lost_with_it() -> None:
     for host in (0, 1):
         table.ready(host, f"box{host}", facts_of(f"m{host}"))
     assert table.lose(1, "has not answered for 4 s") == "is lost: machine n2 has not answered for 4 s"
+    assert [table.find(name) for name in ("n2", "box1", "1", "n3")] == [1, 1, 1, None]
     assert (table.heals_when(0), table.heals_when(1)) == ("", "machine n2 can be reached")
     assert [(info.name, info.state, info.ranks) for info in table.infos()] == [
         ("n1", "ready", (0,)),

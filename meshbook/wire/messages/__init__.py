@@ -69,6 +69,7 @@ ClientCommand = (
     | QueryStatus
     | QueryHosts
     | QueryLogs
+    | QueryHostLog
     | SearchLogs
     | EndLogSearch
     | QueryHistory

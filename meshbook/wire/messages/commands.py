@@ -195,6 +195,14 @@ class QueryLogs(Message):
     limit_bytes: int = 1 << 16
 
 
+class QueryHostLog(Message):
+    """Request the last words of a host's agent, and of what has started it, also of one that is lost or never came."""
+
+    call: CallId
+    host: str  # its name, or its number
+    limit_bytes: int = 1 << 16
+
+
 class QueryHistory(Message):
     call: CallId
 
