@@ -115,7 +115,7 @@ PURE = (
     "host.open_calls", "host.pending_notices", "host.rank_record", "host.run_times", "host.stop_escalation", "ids",
     "kernel.mesh_options", "kernel.page_sessions",
     "mesh_axes", "placement", "rank.elastic.agreement", "rank.healing.choice",
-    "rank.resharding.boxes", "selections", "supervisor.call_output",
+    "rank.resharding.boxes", "selections", "supervisor.allocation", "supervisor.call_output",
     "supervisor.call_table", "supervisor.cell_sources", "supervisor.checkpoints", "supervisor.clients",
     "supervisor.desync", "supervisor.effects", "supervisor.exit_checks", "supervisor.group_state",
     "supervisor.healing", "supervisor.history", "supervisor.input_requests",

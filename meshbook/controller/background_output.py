@@ -28,7 +28,7 @@ class BackgroundOutput:
         self._console: Console | None = None
         listeners = session.connection.listeners
         listeners.orphan_output.append(self._on_orphan_output)
-        listeners.report_handlers[messages.MeshPreempted] = lambda report: self.notify(report.ranks, report.text)
+        listeners.report_handlers[messages.MeshAnnounced] = lambda report: self.notify(report.ranks, report.text)
 
     def _on_orphan_output(self, report: messages.CallOutput) -> None:
         session = self._session()

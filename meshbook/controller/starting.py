@@ -207,6 +207,7 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec, *, qu
         session.stop()
         raise
     timeout_s = read_defaults().start_timeout_s
+    background = background_output_of(session)  # what is announced meanwhile is shown
     with StatusLine() as line:
 
         def show(report: messages.MeshStarting) -> None:
@@ -220,7 +221,7 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec, *, qu
         project.started(files)
         notes += project.notes()
     for note in filter(None, notes):
-        background_output_of(session).notify(grid.ranks, note)
+        background.notify(grid.ranks, note)
     return session
 
 

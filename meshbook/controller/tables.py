@@ -9,6 +9,7 @@ import html
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TypeVar
 
 from meshbook.fold.heal_advice import heal_advice
@@ -118,6 +119,10 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         more = len(info.names) - _MAX_NAMES_SHOWN
         shown = ", ".join(info.names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
         notes.append(f"Names on the ranks: {shown}.")
+    if info.ends_at is not None:
+        end = datetime.fromtimestamp(info.ends_at)
+        at = f"{end:%H:%M:%S}" if end.date() == datetime.fromtimestamp(now).date() else f"{end:%a %d %b %H:%M}"
+        notes.append(f"Time left: {format_age(info.ends_at - now)}; its job comes to its time limit at {at}.")
     if info.clients:
         notes.append(f"Attached: {', '.join(info.clients)}.")
     if lost := [rank for rank in ranks if rank.state == "dead"]:

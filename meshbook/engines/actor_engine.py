@@ -57,6 +57,7 @@ class ActorEngine(ABC):
     name: str
     spans_machines = True
     dials_tcp = True
+    ends_at = None
 
     def __init__(self, spec: MeshSpec) -> None:
         self._spec, self._address = spec, Address.parse(spec.on)

@@ -42,6 +42,7 @@ class HostEngine(Protocol):
         dials_tcp: hosts connect to the supervisor by TCP, encrypted; else to the sockets in its folder, which are
             forwarded to them if need be.
         queue_state: what the launcher's queue says while the mesh waits in it; "" otherwise.
+        ends_at: wall clock, when the launcher takes the machines away; None: not known, or never.
     """
 
     name: str
@@ -50,6 +51,9 @@ class HostEngine(Protocol):
 
     @property
     def queue_state(self) -> str: ...
+
+    @property
+    def ends_at(self) -> float | None: ...
 
     def runs_in_process(self, num_hosts: int) -> bool:
         """Whether the only host can run in the supervisor itself, which saves a process and a hop."""

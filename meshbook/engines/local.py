@@ -21,6 +21,7 @@ class LocalEngine:
     spans_machines = False
     dials_tcp = False
     queue_state = ""
+    ends_at = None
 
     def __init__(self, spec: MeshSpec) -> None:
         self._hosts: dict[int, LauncherProcess] = {}

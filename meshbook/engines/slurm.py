@@ -56,6 +56,10 @@ class SlurmEngine:
     def queue_state(self) -> str:
         return self._job.queue_state if self._job is not None else ""
 
+    @property
+    def ends_at(self) -> float | None:
+        return self._job.ends_at if self._job is not None else None
+
     def runs_in_process(self, num_hosts: int) -> bool:
         return False
 

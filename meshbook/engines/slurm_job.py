@@ -25,6 +25,8 @@ from meshbook.wire.child_processes import run_command
 _COMMAND_TIMEOUT_S = 60.0
 # Seconds between two questions to the queue: the tenth part of the time for which it has been waited, within these.
 _MIN_POLL_S, _MAX_POLL_S = 0.3, 15.0
+# Seconds between two questions when it will end: an administrator may move that.
+_END_POLL_S = 60.0
 # Seconds by which the estimated start must move to be reported again.
 _START_MOVED_S = 300.0
 # Seconds for which a job must be hopeless: the first reason is that of its submission, before the scheduler has looked.
@@ -89,17 +91,19 @@ class JobState:
         reason: why it is pending, "Priority", or has ended.
         nodes: as Slurm writes them, "n[1-4]".
         start: when it has started or will, ISO; "N/A" if that is not known.
+        end: when it has come to its time limit, ISO; another word if there is none.
     """
 
     state: str
     reason: str = ""
     nodes: str = ""
     start: str = "N/A"
+    end: str = "N/A"
 
     @classmethod
     def parse(cls, line: str) -> JobState:
-        state, reason, nodes, start = (*line.strip().split("|"), "", "", "", "")[:4]
-        return cls(state, "" if reason == "None" else reason, nodes, start or "N/A")
+        state, reason, nodes, start, end = (*line.strip().split("|"), "", "", "", "", "")[:5]
+        return cls(state, "" if reason == "None" else reason, nodes, start or "N/A", end or "N/A")
 
     @property
     def is_over(self) -> bool:
@@ -114,10 +118,12 @@ class JobState:
         return _HOPELESS.get(self.reason)
 
     def start_time(self) -> datetime | None:
-        try:
-            return datetime.fromisoformat(self.start)
-        except ValueError:
-            return None
+        return _parse_time(self.start)
+
+    def ends_at(self) -> float | None:
+        """Return when it comes to its time limit, in seconds since the epoch; None: it has none."""
+        end = _parse_time(self.end)
+        return end.timestamp() if end is not None else None
 
     def describe(self) -> str:
         """Return it for a user who waits: "PENDING (Priority), starts about 14:07"."""
@@ -127,6 +133,13 @@ class JobState:
             return text
         when = f"{start:%H:%M}" if start.date() == datetime.now().date() else f"{start:%a %d %b %H:%M}"
         return f"{text}, starts about {when}"
+
+
+def _parse_time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
 
 
 def sbatch_options(address: Address, *, num_nodes: int, ranks_per_node: int) -> list[str]:
@@ -179,6 +192,7 @@ class SlurmJob:
 
     Attributes:
         queue_state: what the queue says while the job waits in it; "" otherwise.
+        ends_at: when it comes to its time limit, in seconds since the epoch; None: it does not run yet, or has none.
     """
 
     def __init__(self, mesh: str, hosts: str, options: list[str]) -> None:
@@ -191,6 +205,7 @@ class SlurmJob:
         pattern = shlex.quote(f"meshbook.host.remote {hosts} ")
         self._script = _SCRIPT.format(mesh=mesh, pattern=pattern)
         self.queue_state = ""
+        self.ends_at: float | None = None
         self._id: str | None = None
         self._uncancelled: str | None = None  # its id, until it is cancelled
         self._cancel_lock = threading.Lock()
@@ -269,11 +284,12 @@ class SlurmJob:
         try:
             self._submit()
             self._wait_for_nodes()
+            self._follow_end()
         except StartError as error:
             self._cancel()
             self._decide(str(error))
         finally:
-            self.queue_state = ""
+            self.queue_state = ""  # it failed
             if self._is_closed.is_set():  # meanwhile
                 self._cancel()
 
@@ -314,6 +330,7 @@ class SlurmJob:
                 )
             if now.state == "RUNNING":
                 self._nodes = self._hostnames(now.nodes)
+                self.queue_state, self.ends_at = "", now.ends_at()
                 self._decide(None)
                 return
             if now.describe() == "PENDING":
@@ -322,10 +339,16 @@ class SlurmJob:
                 shown = now
                 self.queue_state = f"Slurm: job {self.id} is {now.describe()}"
 
+    def _follow_end(self) -> None:
+        while not self._is_closed.wait(_END_POLL_S):
+            now = self._ask()
+            if now is not None and now.state == "RUNNING":
+                self.ends_at = now.ends_at()
+
     def _ask(self) -> JobState | None:
         """Return what squeue says of it; None: it cannot be asked now."""
         try:
-            done = run_slurm("squeue", "-h", "-j", self.id, "-t", "all", "-o", "%T|%r|%N|%S")
+            done = run_slurm("squeue", "-h", "-j", self.id, "-t", "all", "-o", "%T|%r|%N|%S|%e")
         except StartError:
             return None
         if done.returncode:

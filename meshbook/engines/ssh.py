@@ -50,6 +50,7 @@ class SshEngine:
     spans_machines = True
     dials_tcp = False
     queue_state = ""
+    ends_at = None
 
     def __init__(self, spec: MeshSpec) -> None:
         self._address = Address.parse(spec.on)

@@ -250,6 +250,9 @@ class Driver:
     def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> None:
         self._apply_effects(self._state.changes.hosts_awaited(queue_state, progress))
 
+    def allocation_ends(self, at: float | None) -> None:
+        self._apply_effects(self._state.changes.allocation.ends(at, (at or 0.0) - self._loop.clock.wall()))
+
     def lease_s(self) -> float:
         return self._state.lease_s()
 

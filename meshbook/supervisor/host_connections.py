@@ -60,6 +60,9 @@ class HostEvents(Protocol):
     def hosts_awaited(self, queue_state: str, progress: dict[int, HostProgress]) -> None:
         """What the launcher's queue says, "" when it has given the machines, and how far hosts have come since."""
 
+    def allocation_ends(self, at: float | None) -> None:
+        """When the launcher will take the machines away, wall clock; None: that is not known any more."""
+
     def lease_s(self) -> float:
         """Seconds that a host without a supervisor is to keep its ranks."""
 
@@ -116,6 +119,7 @@ class HostConnections:
         self._socket, self._listen_store = socket, listen_store
         self._is_listening = not engine.dials_tcp  # else from when the address of a machine is known
         self._curve_keys: tuple[bytes, bytes] | None = None
+        self._ends_at: float | None = None
         self._is_awaiting = False  # hosts that have not connected yet
         if not engine.dials_tcp:
             socket.bind(f"ipc://{folder}/{HOSTS_SOCKET}")
@@ -260,13 +264,16 @@ class HostConnections:
             if not self._is_listening and (machine := self.engine.first_address()) is not None:
                 self._listen(machine)
             engine = self.engine
-            state, progress, failed, exited = self._loop.observe(
-                lambda: (engine.queue_state, engine.progress(), engine.pop_failed(), engine.pop_exited())
+            state, ends_at, progress, failed, exited = self._loop.observe(
+                lambda: (engine.queue_state, engine.ends_at, engine.progress(), engine.pop_failed(), engine.pop_exited())
             )
             awaited = {number for number, host in self._hosts.items() if host.silent_checks is None}
             if awaited or self._is_awaiting:
                 self._events.hosts_awaited(state, {host: one for host, one in progress.items() if host in awaited})
             self._is_awaiting = bool(awaited)
+            if ends_at != self._ends_at:
+                self._ends_at = ends_at
+                self._events.allocation_ends(ends_at)
             for number, reason in failed.items():
                 self._hosts.pop(number, None)
                 self._events.host_reported(number, messages.HostFailed(host=number, reason=reason))

@@ -37,6 +37,7 @@ class Preemption:
     """At most one at a time; signals that come during one join it.
 
     Attributes:
+        saved_names: what is saved when SIGTERM comes.
         is_over: the mesh shuts down, and signals change nothing any more.
     """
 
@@ -57,11 +58,11 @@ class Preemption:
             mesh_id: unique, for the names of saves.
         """
         self._ranks, self._groups, self._scheduler, self._saves = ranks, groups, scheduler, saves
-        self._resizing = resizing
-        self._healing, self.pid, self._mesh_id = healing, pid, mesh_id
+        self._healing, self._resizing, self.pid, self._mesh_id = healing, resizing, pid, mesh_id
         saves.end_listeners.append(self._save_ended)
         scheduler.end_listeners.append(self._call_ended)
         self._plan: messages.PlanPreemption | None = None
+        self.saved_names: tuple[str, ...] = ()
         self._unsound: list[CallId] = []  # calls that ended badly since the last cell that ended well, oldest first
         self.is_over = False
         self._number = 0  # of preemptions; timers of earlier ones do nothing
@@ -91,7 +92,7 @@ class Preemption:
     def plan(self, client: str, command: messages.PlanPreemption) -> list[Effect]:
         if self.is_active:
             return self._refuse(client, command.call, "UsageError")
-        self._plan = command
+        self._plan, self.saved_names = command, command.names
         return [SendToClient(client, messages.CommandReply(call=command.call))]
 
     def refuse_heal(self, client: str, command: messages.HealMesh | messages.ResizeMesh) -> list[Effect]:
@@ -283,12 +284,10 @@ class Preemption:
         return self._begin_save(names, now)
 
     def _begin_save(self, names: tuple[str, ...], now: float) -> list[Effect]:
-        assert self._plan is not None
-        self._step = "saving"
+        plan, self._step = self._plan, "saving"
+        assert plan is not None
         self._outcome = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
-        save = messages.SaveCheckpoint(
-            call=self._call_id("save"), ranks=self._ranks.all, path=self._plan.path, names=names
-        )
+        save = messages.SaveCheckpoint(call=self._call_id("save"), ranks=self._ranks.all, path=plan.path, names=names)
         self._save = save.call
         self._saves.began(save)
         copied = lambda call, parts, now: self._saves.call_ended(call, parts)  # noqa: E731
@@ -326,7 +325,7 @@ class Preemption:
         return _explain_no_save(self._plan, self._saves, why)
 
     def _report(self, text: str, ranks: Ranks | None = None) -> SendToClient:
-        return SendToClient(None, messages.MeshPreempted(self._ranks.all if ranks is None else ranks, text))
+        return SendToClient(None, messages.MeshAnnounced(self._ranks.all if ranks is None else ranks, text))
 
     def _timer(self, kind: str, delay_s: float) -> SetTimer:
         return SetTimer(f"preemption {kind} {self._number}", max(0.0, delay_s))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.engines.base import HostProgress
+from meshbook.supervisor.allocation import Allocation
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client
@@ -39,6 +40,7 @@ class RankChanges:
         healing: heals, and the processes that a resize adds.
         spares: processes that wait to become ranks.
         project: its files on the hosts.
+        allocation: when the mesh's machines are taken away.
         preemption: what follows a SIGTERM; the driver reports those of its own process to it.
         command_handlers: by type of command, as `MeshState` calls them.
     """
@@ -72,6 +74,7 @@ class RankChanges:
             ranks, groups, calls, scheduler, cells, startup, self.healing, saves, monitoring, machines, info
         )
         self.preemption = Preemption(ranks, groups, scheduler, saves, self.healing, self._resizing, pid, mesh_id)
+        self.allocation = Allocation(lambda: ranks.all, lambda: self.preemption.saved_names)
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.HealMesh: lambda client, command, _, now: (
                 self.preemption.refuse_heal(client.id, command) or self.healing.begin(client.id, command, now)
@@ -105,7 +108,15 @@ class RankChanges:
     def host_lost(self, host: int, reason: str) -> list[Effect]:
         return [*self.project.host_lost(host), *self.healing.host_failed(host, reason)]
 
-    def hosts_late(self, attempt: str) -> list[Effect]:
+    def timer_fired(self, kind: str, argument: str, now: float) -> list[Effect]:
+        match kind:
+            case "hosts":
+                return self._hosts_late(argument)
+            case "preemption":
+                return self.preemption.timer_fired(argument, now)
+        return self.allocation.timer_fired(argument)
+
+    def _hosts_late(self, attempt: str) -> list[Effect]:
         """Give up on hosts that have not come in time; one that gets its files or its environment is waited for."""
         if self.project.is_preparing:
             return [SetTimer(f"hosts {attempt}", _PREPARING_POLL_S)]

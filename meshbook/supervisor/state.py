@@ -195,10 +195,8 @@ class MeshState:
                 effects = self._waiting_cells.timer_fired(argument)
             case "seeing":
                 effects = self._monitoring.timer_fired(argument, now)
-            case "hosts":
-                effects = self.changes.hosts_late(argument)
-            case "preemption":
-                effects = self.changes.preemption.timer_fired(argument, now)
+            case "hosts" | "preemption" | "allocation":
+                effects = self.changes.timer_fired(kind, argument, now)
             case _:
                 effects = [*self._calls.timer_fired(kind, argument, now), *self.changes.advance(now)]
         return self._past_cells.keep(effects, now)
@@ -224,6 +222,7 @@ class MeshState:
             cells_run=self._cells.num_cells,
             num_rank_changes=len(self._ranks.changes),
             spares=self.changes.spares.infos,
+            ends_at=self.changes.allocation.ends_at,
         )
 
     def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:

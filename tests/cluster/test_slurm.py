@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,15 @@ def test_a_start_shows_why_it_waits_and_goes_on_when_nodes_are_free(slurm: Bed) 
         assert dict(mesh.run("__import__('socket').gethostname()").values) == {0: "n1", 1: "n2"}
         assert [host.name for host in mesh.hosts()] == ["n1", "n2"]
     when(lambda: jobs() == [])
+
+
+def test_the_time_left_is_shown_and_all_who_are_attached_are_warned_of_the_end_once(slurm: Bed) -> None:
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written), start(slurm, "slurm://?time=4") as mesh:
+        when(lambda: "comes to its time limit at " in written.getvalue())
+        assert re.search(r"Time left: \d.*; its job comes to its time limit at ", str(mesh.status()))
+        mesh.run("rank", echo=False)
+        assert written.getvalue().count("comes to its time limit at ") == 1
 
 
 def test_stop_while_a_start_waits_cancels_the_job(slurm: Bed) -> None:

@@ -36,6 +36,13 @@ def test_a_pending_job_is_described_with_its_reason_and_start() -> None:
     assert JobState.parse("PENDING|None||N/A\n").describe() == "PENDING"
 
 
+def test_a_job_ends_at_its_time_limit_if_it_has_one() -> None:
+    end = datetime(2026, 11, 26, 4, 9, 9)
+    assert JobState.parse(f"RUNNING|None|n1|2026-11-26T03:09:09|{end.isoformat()}\n").ends_at() == end.timestamp()
+    assert JobState.parse("RUNNING|None|n1|2026-11-26T03:09:09|NONE\n").ends_at() is None
+    assert JobState("RUNNING").ends_at() is None
+
+
 @pytest.mark.parametrize(
     ("line", "is_hopeless"),
     [

@@ -82,7 +82,7 @@ def busy(planned: Preempted) -> Preempted:
 
 
 def said(effects: Iterable[s.Effect]) -> str:
-    return "\n".join(report.text for report in messages_of(effects, messages.MeshPreempted))
+    return "\n".join(report.text for report in messages_of(effects, messages.MeshAnnounced))
 
 
 # ---- who ends

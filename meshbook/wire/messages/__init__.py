@@ -248,7 +248,7 @@ SupervisorReport = (
     | MeshUpdate
     | CheckpointCommitted
     | CheckpointDiscarded
-    | MeshPreempted
+    | MeshAnnounced
     | DebuggedCallEnded
     | Pong
 )

@@ -173,3 +173,4 @@ class MeshInfo(Struct, frozen=True, gc=False):
     cells_run: int = 0
     num_rank_changes: int = 0  # how often ranks were replaced, or their number changed
     spares: tuple[SpareInfo, ...] = ()
+    ends_at: float | None = None  # wall clock, when its machines are taken away; None: not known, or never

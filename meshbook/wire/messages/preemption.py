@@ -82,8 +82,8 @@ class TerminationRequested(Message):
 # Reports: supervisor -> controllers
 
 
-class MeshPreempted(Message):
-    """Processes of the mesh received SIGTERM: what follows, or what came of it."""
+class MeshAnnounced(Message):
+    """What all users of a mesh are to hear: a SIGTERM and what came of it, or when its job will end."""
 
     ranks: Ranks
     text: str
