@@ -20,6 +20,13 @@ from meshbook.host.gpus import count_free_gpus
 # Below this, machines would be lost as soon as users hear that they do not answer, which is after 3.5 s.
 MIN_LOST_AFTER_S = 5.0
 
+# Seconds from when the supervisor counts a machine as lost, by its own checks, until ranks there may end by themselves.
+MIN_LEASE_AFTER_LOSS_S = 5.0
+
+# Seconds for which ranks wait for a supervisor on a machine that may sleep. Connections by ssh do not last longer:
+# Linux gives up after 15 minutes (net.ipv4.tcp_retries2).
+_SLEEP_S = 900.0
+
 # What a cluster of meshbook.toml may say beside `on`, with examples: it is added to the address as an option.
 CLUSTER_OPTIONS = {"python": "/opt/venv/bin/python", "before": "module load cuda"}
 
@@ -39,6 +46,8 @@ class Defaults:
         end_on_error: whether ranks that wait in a collective for one that has left the cell are released.
         log_mb: megabytes (2**20 bytes) of ranks' output that each machine keeps on its disk, for `%mesh logs --grep`.
         lost_after_s: seconds without a word after which another machine's ranks count as lost.
+        cut_off_ttl_s: seconds without a word from the supervisor after which ranks on another machine end; 0: see
+            `lease_s`.
         clusters: by name, tables with the machines of each: `on = "ssh://gpu1,gpu2"`, and what may be an option of
             that address: `python = "/opt/venv/bin/python"`, `before = "module load cuda"`.
     """
@@ -55,12 +64,25 @@ class Defaults:
     # A machine that is overloaded, is moved as a virtual machine or pages comes back; of one that is dead users have
     # heard. Precedents: torchrun 15 s (3 x 5 s), Ray 15 s and more (5 x 3 s), Kubernetes 40 s, Slurm 300 s.
     lost_after_s: float = 15.0
+    cut_off_ttl_s: float = 0.0
     clusters: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def lease_s(self) -> float:
+        """Return for how many seconds ranks outlive the last word from their supervisor, on another machine.
+
+        Not less than until it counts them as lost, nor much more: others may then be doing in their place what they do.
+        """
+        own = _SLEEP_S if _has_battery() else 2 * self.lost_after_s
+        return self.cut_off_ttl_s or max(own, self.lost_after_s + MIN_LEASE_AFTER_LOSS_S)
 
     def num_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
         return count_free_gpus() or min(4, max(2, num_cores()))
+
+
+def _has_battery() -> bool:
+    return any(Path("/sys/class/power_supply").glob("BAT*"))
 
 
 def current_folder() -> Path:

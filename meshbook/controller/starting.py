@@ -14,7 +14,13 @@ from typing import Any
 from meshbook.controller import extensions, past_cells, script
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.clusters import choose_machines
-from meshbook.controller.config import MIN_LOST_AFTER_S, Defaults, current_folder, read_defaults
+from meshbook.controller.config import (
+    MIN_LEASE_AFTER_LOSS_S,
+    MIN_LOST_AFTER_S,
+    Defaults,
+    current_folder,
+    read_defaults,
+)
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.console import StatusLine
 from meshbook.controller.device_note import device_note
@@ -349,6 +355,7 @@ def make_spec(
         end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
         log_bytes=defaults.log_mb << 20,
         lost_after_s=defaults.lost_after_s,
+        lease_s=defaults.lease_s(),
         project=project,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
@@ -391,6 +398,11 @@ def _check_numbers(defaults: Defaults) -> None:
         raise UsageError(
             f"lost_after_s = {defaults.lost_after_s:g}: a machine is named when it has not answered for 3 to 4 s, and "
             f"counts as lost after {MIN_LOST_AFTER_S:g} s at the earliest"
+        )
+    if 0 < defaults.cut_off_ttl_s < (least := defaults.lost_after_s + MIN_LEASE_AFTER_LOSS_S):
+        raise UsageError(
+            f"cut_off_ttl_s = {defaults.cut_off_ttl_s:g}: ranks of a machine that is cut off count as lost after "
+            f"{defaults.lost_after_s:g} s (lost_after_s), and must not end before; write {least:g} or more"
         )
 
 

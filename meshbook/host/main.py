@@ -51,7 +51,7 @@ class HostProcess:
         self._is_terminating = self._is_ending = False
         self._is_cut_off = False
         self._lease_s = float("inf")
-        self._heard_at = self.loop.clock.monotonic()
+        self._silent_checks = 0
         self._project = ProjectCopy(self.loop, folder, self._report)
         self.agent = HostAgent(self.loop, self._context, folder, token, host, self._report, mergeable=True, place=place)
 
@@ -110,7 +110,7 @@ class HostProcess:
 
     def _hear(self, frames: list[bytes]) -> None:
         assert self._supervisor is not None
-        self._heard_at = self.loop.clock.monotonic()
+        self._silent_checks = 0
         body = self._supervisor.accept(frames)
         if body is None:
             return
@@ -133,11 +133,14 @@ class HostProcess:
                 self.agent.handle(command, body)
 
     def _check_lease(self) -> None:
-        """End the ranks if the supervisor has not been heard of for as long as a mesh may live without clients."""
-        silent_s = self.loop.clock.monotonic() - self._heard_at
-        if silent_s > self._lease_s:
-            self.stop(f"nothing was heard of the mesh's supervisor for {silent_s:.0f} s")
+        """End the ranks if the supervisor counts them as lost by now: it has not been heard of for long enough.
+
+        What is counted are looks, not seconds: a host that was itself stopped finds the words that came meanwhile.
+        """
+        if self._silent_checks * _LEASE_CHECK_S >= self._lease_s:
+            self.stop(f"nothing was heard of the mesh's supervisor for {self._lease_s:.0f} s")
         else:
+            self._silent_checks += 1
             self.loop.call_later(_LEASE_CHECK_S, self._check_lease)
 
     def _terminate(self) -> None:

@@ -74,11 +74,6 @@ class Clients:
     def __contains__(self, client_id: str) -> bool:
         return client_id in self._clients
 
-    @property
-    def longest_ttl_s(self) -> float:
-        """Seconds that the mesh would live without any client, if it had to from now on."""
-        return max((client.orphan_ttl_s for client in self._clients.values()), default=ORPHAN_TTL_S)
-
     def descriptions(self) -> tuple[str, ...]:
         return tuple(client.name for client in self._clients.values())
 

@@ -253,9 +253,6 @@ class Driver:
     def allocation_ends(self, at: float | None) -> None:
         self._apply_effects(self._state.changes.allocation.ends(at, (at or 0.0) - self._loop.clock.wall()))
 
-    def lease_s(self) -> float:
-        return self._state.lease_s()
-
     def _start_hosts(self, spec: messages.MeshSpec, hosts: tuple[int, ...]) -> None:
         if self._hosts is None:
             engine = ENGINES[spec.engine](spec)
@@ -269,7 +266,7 @@ class Driver:
             self._agent = None
             self._hosts = HostConnections(
                 self._loop, self._context, self._folder, self._state.name, self._token, engine, self,
-                self._store.listen, spec.lost_after_s,
+                self._store.listen, spec.lost_after_s, spec.lease_s,
             )  # fmt: skip
             self._state.machines.watch = self._hosts if engine.spans_machines else None
         self._hosts.start(hosts, torch=spec.torch)

@@ -63,9 +63,6 @@ class HostEvents(Protocol):
     def allocation_ends(self, at: float | None) -> None:
         """When the launcher will take the machines away, wall clock; None: that is not known any more."""
 
-    def lease_s(self) -> float:
-        """Seconds that a host without a supervisor is to keep its ranks."""
-
 
 @dataclass
 class _Host:
@@ -97,13 +94,15 @@ class HostConnections:
         events: HostEvents,
         listen_store: Callable[[str, tuple[bytes, bytes]], str],
         lost_after_s: float,
+        lease_s: float,
     ) -> None:
         """
         Args:
             listen_store: has the mesh's store listen on an address too; used if the engine's hosts connect by TCP.
             lost_after_s: seconds without a word after which a host on another machine is lost.
+            lease_s: seconds without a word from here after which it ends its ranks by itself.
         """
-        self._lost_after_s = lost_after_s
+        self._lost_after_s, self._lease_s = lost_after_s, lease_s
         self._loop, self._folder, self._mesh, self._token = loop, folder, mesh, token
         self.engine = engine
         self._events = events
@@ -302,6 +301,6 @@ class HostConnections:
 
     def _keep_alive(self) -> None:
         if self.engine.spans_machines:
-            beat = messages.KeepAlive(sent_at=self._loop.clock.monotonic(), lease_s=self._events.lease_s())
+            beat = messages.KeepAlive(sent_at=self._loop.clock.monotonic(), lease_s=self._lease_s)
             self._send(self._hosts, codec.encode_body(beat))
             self._loop.call_later(_KEEP_ALIVE_S, self._keep_alive)

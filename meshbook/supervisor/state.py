@@ -45,7 +45,6 @@ class MeshState:
     Attributes:
         saves: checkpoints that are being saved; the driver reports the ends of commits to it.
         machines: those of the hosts.
-        lease_s: returns for how many seconds a host without a supervisor is to keep its ranks.
         changes: heals, resizes, and what follows a SIGTERM.
     """
 
@@ -67,7 +66,6 @@ class MeshState:
         """
         self.name, self.pid, self._started_at = name, pid, started_at
         self._clients = Clients()
-        self.lease_s: Callable[[], float] = lambda: self._clients.longest_ttl_s
         self._ranks = RankTable()
         self._groups = GroupState(store_address)
         self._cells = CellRecord()

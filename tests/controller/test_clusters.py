@@ -73,6 +73,24 @@ def test_a_time_in_which_no_machine_could_be_named_is_refused(tmp_path: Path, mo
         make_spec(MeshAxes.of(2), on="ssh://n1", engine="ssh")
 
 
+def test_ranks_of_a_machine_that_is_cut_off_end_soon_after_they_count_as_lost_and_never_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("meshbook.controller.config._has_battery", lambda: False)
+
+    def lease_s(settings: str) -> float:
+        (tmp_path / "meshbook.toml").write_text(settings)
+        return make_spec(MeshAxes.of(2), on="ssh://n1", engine="ssh").lease_s
+
+    assert (lease_s(""), lease_s("lost_after_s = 60"), lease_s("lost_after_s = 5")) == (30.0, 120.0, 10.0)
+    assert lease_s("cut_off_ttl_s = 1800") == 1800.0
+    with pytest.raises(UsageError, match=r"cut_off_ttl_s = 10: .* after 15 s .*, and must not end before; write 20"):
+        lease_s("cut_off_ttl_s = 10")
+    monkeypatch.setattr("meshbook.controller.config._has_battery", lambda: True)
+    assert (lease_s(""), lease_s("lost_after_s = 2000")) == (900.0, 2005.0), "a notebook's machine may sleep"
+
+
 def test_an_unknown_cluster_is_refused_with_how_one_is_written() -> None:
     with pytest.raises(UsageError, match=r"(?s)known: lab.*\[clusters.labb\]"):
         choose_machines("labb", LAB, nodes=None, gpus_per_node=1)

@@ -37,6 +37,7 @@ class MeshSpec(Struct, frozen=True, gc=False):
     end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
     log_bytes: int = 256 << 20  # of output that each host keeps on its disk
     lost_after_s: float = 15.0  # without a word, ranks on another machine than the supervisor's
+    lease_s: float = 30.0  # without a word from the supervisor, such ranks end by themselves
     project: ProjectSpec | None = None  # whose files ranks on other machines have; None: they have their own
 
 
