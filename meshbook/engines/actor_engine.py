@@ -108,7 +108,7 @@ class ActorEngine(ABC):
         launch = ActorHost(self._driver, host, self._address.python, words, environment, log_path)
 
         def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, self._supervisor.wait())
+            return RemoteStart(start.token, start.identity, peers, start.lease_s, self._supervisor.wait())
 
         self._hosts.begin(host, launch, prepare)
 

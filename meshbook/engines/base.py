@@ -22,6 +22,7 @@ class HostStart:
     token: str
     identity: str  # of the host's connection
     torch: bool  # whether ranks will import torch
+    lease_s: float  # seconds without a word from the supervisor after which one on another machine ends its ranks
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class SlurmEngine:
         self._launched.add(host)
 
         def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, self._supervisor.wait())
+            return RemoteStart(start.token, start.identity, peers, start.lease_s, self._supervisor.wait())
 
         self._hosts.begin(host, command, prepare)
 

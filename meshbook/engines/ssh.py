@@ -74,7 +74,7 @@ class SshEngine:
         )
 
         def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(token=start.token, identity=start.identity, peers=peers)
+            return RemoteStart(start.token, start.identity, peers, start.lease_s)
 
         self._hosts.begin(host, connection, prepare)
 

@@ -8,6 +8,7 @@ ADDRESS`, the token as a line on standard input, which stays open as long as a s
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -37,11 +38,14 @@ _LEASE_CHECK_S = 1.0
 class HostProcess:
     """This process as a host: `run()` returns when the host has ended."""
 
-    def __init__(self, folder: Path, host: int, token: str, *, place: HostPlace | None = None) -> None:
+    def __init__(
+        self, folder: Path, host: int, token: str, *, place: HostPlace | None = None, lease_s: float = math.inf
+    ) -> None:
         """Create the agent. It may prepare to fork ranks before `run`.
 
         Args:
             place: in a mesh of several machines; None: it is on one.
+            lease_s: seconds without a word from the supervisor after which its ranks end.
         """
         self._host, self._token = host, token
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -50,7 +54,7 @@ class HostProcess:
         self._supervisor: LinkedDealer | None = None  # before `run`
         self._is_terminating = self._is_ending = False
         self._is_cut_off = False
-        self._lease_s = float("inf")
+        self._lease_s = lease_s
         self._silent_checks = 0
         self._project = ProjectCopy(self.loop, folder, self._report)
         self.agent = HostAgent(self.loop, self._context, folder, token, host, self._report, mergeable=True, place=place)
@@ -127,7 +131,6 @@ class HostProcess:
             case messages.ShowNotice():
                 self.agent.notify(command.notice)
             case messages.KeepAlive():
-                self._lease_s = command.lease_s
                 self._supervisor.send(codec.encode_body(messages.HostAlive(command.sent_at)))
             case _:
                 self.agent.handle(command, body)

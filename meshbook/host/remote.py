@@ -90,7 +90,7 @@ def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     there = start.supervisor or SupervisorAddress(f"ipc://{folder}/{HOSTS_SOCKET}", f"ipc://{folder}/{STORE_SOCKET}")
     place = HostPlace(facts.address, there.store, there.server_key)
-    host = HostProcess(folder, number, start.token, place=place)
+    host = HostProcess(folder, number, start.token, place=place, lease_s=start.lease_s)
     host.agent.warm_up(with_torch=not light)
     stdin = sys.stdin.fileno()
 

@@ -133,7 +133,8 @@ class HostConnections:
             identity = f"h{number}.{secrets.token_hex(4)}"
             self._hosts[number] = _Host(number, identity.encode())
             self._numbers[identity.encode()] = number
-            self.engine.launch(number, HostStart(self._folder, self._mesh, self._token, identity, torch))
+            start = HostStart(self._folder, self._mesh, self._token, identity, torch, self._lease_s)
+            self.engine.launch(number, start)
 
     def send(self, hosts: tuple[int, ...], message: messages.HostCommand, body: bytes) -> None:
         """Send a command, encoded in `body`, to hosts; its values too, to those on other machines."""
@@ -301,6 +302,6 @@ class HostConnections:
 
     def _keep_alive(self) -> None:
         if self.engine.spans_machines:
-            beat = messages.KeepAlive(sent_at=self._loop.clock.monotonic(), lease_s=self._lease_s)
+            beat = messages.KeepAlive(sent_at=self._loop.clock.monotonic())
             self._send(self._hosts, codec.encode_body(beat))
             self._loop.call_later(_KEEP_ALIVE_S, self._keep_alive)

@@ -56,4 +56,5 @@ class RemoteStart(Struct, frozen=True):
     token: str
     identity: str  # of its connection to the supervisor
     peers: tuple[str, ...]  # addresses of the mesh's other machines, as their starters know them
+    lease_s: float  # a host that hears nothing of the supervisor for so long ends its ranks
     supervisor: SupervisorAddress | None = None  # None: its sockets are forwarded into the host's folder

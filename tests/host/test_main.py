@@ -15,7 +15,7 @@ SPEC = messages.MeshSpec(axes={"rank": 1}, torch=False, process_group=False)
 
 @pytest.fixture
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostProcess]:
-    host = HostProcess(tmp_path_factory.mktemp("h"), 0, "token")
+    host = HostProcess(tmp_path_factory.mktemp("h"), 0, "token", lease_s=5.0)
     host._supervisor = SimpleNamespace(accept=lambda frames: frames[0], send=lambda body: None)  # type: ignore[assignment]
     yield host
     host.agent.launcher.close()
@@ -34,12 +34,9 @@ def test_a_host_that_ends_starts_no_rank_that_it_is_asked_for_too_late(host: Hos
 def test_a_host_ends_its_ranks_after_looks_without_a_word_as_many_as_its_lease_has_seconds(host: HostProcess) -> None:
     ends: list[str] = []
     host.stop = ends.append  # type: ignore[method-assign]
-    for _ in range(100):
-        host._check_lease()  # it has no lease before the first word
-    host._hear([codec.encode_body(messages.KeepAlive(sent_at=0.0, lease_s=5.0))])
     for _ in range(5):
         host._check_lease()
-    host._hear([codec.encode_body(messages.KeepAlive(sent_at=1.0, lease_s=5.0))])
+    host._hear([codec.encode_body(messages.KeepAlive(sent_at=1.0))])
     for _ in range(5):
         host._check_lease()
     assert ends == []

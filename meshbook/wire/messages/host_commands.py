@@ -40,7 +40,6 @@ class KeepAlive(Message):
     """To a host on another machine, every second; answered by `HostAlive`."""
 
     sent_at: float  # of the supervisor's clock; sent back
-    lease_s: float  # a host that hears nothing for so long ends its ranks
 
 
 class StagedCommand(Message):
