@@ -45,7 +45,6 @@ class SlurmEngine:
         self._mesh_id = secrets.token_hex(4)
         self._hosts = HostLaunches()
         self.pop_failed, self.pop_exited = self._hosts.pop_failed, self._hosts.pop_exited
-        self.take_over = self._hosts.take_over
         self.progress, self.first_address = self._hosts.progress, self._hosts.first_address
         self._job: SlurmJob | None = None
         self._launched: set[int] = set()
@@ -78,6 +77,11 @@ class SlurmEngine:
             return RemoteStart(start.token, start.identity, peers, start.lease_s, self._supervisor.wait())
 
         self._hosts.begin(host, command, prepare)
+
+    def take_over(self) -> None:
+        if self._job is not None:
+            self._job.take_over()
+        self._hosts.take_over()
 
     def close(self) -> None:
         if self._job is not None:

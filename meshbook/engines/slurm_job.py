@@ -267,6 +267,13 @@ class SlurmJob:
         how = _ENDS.get(state.state) or f"has ended ({state.state or 'Slurm knows no more of it'})"
         return f"Slurm's job {self.id} {how}"
 
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the one that has begun it, whose threads may have held the locks."""
+        self._cancel_lock, self._asked_lock = threading.Lock(), threading.Lock()
+        self._decide("the mesh's supervisor was killed while the job waited for its nodes; start again")
+        self._thread = threading.Thread(target=self._follow_end, name="slurm job", daemon=True)
+        self._thread.start()
+
     def give_up(self) -> None:
         """Have nobody wait for its nodes any more. Does not block."""
         self._is_closed.set()

@@ -56,6 +56,7 @@ class HostProcess:
         self._is_cut_off = False
         self._lease_s = lease_s
         self._silent_checks = 0
+        self._has_heard = False
         self._project = ProjectCopy(self.loop, folder, self._report)
         self.agent = HostAgent(self.loop, self._context, folder, token, host, self._report, mergeable=True, place=place)
 
@@ -114,7 +115,7 @@ class HostProcess:
 
     def _hear(self, frames: list[bytes]) -> None:
         assert self._supervisor is not None
-        self._silent_checks = 0
+        self._silent_checks, self._has_heard = 0, True
         body = self._supervisor.accept(frames)
         if body is None:
             return
@@ -141,7 +142,8 @@ class HostProcess:
         What is counted are looks, not seconds: a host that was itself stopped finds the words that came meanwhile.
         """
         if self._silent_checks * _LEASE_CHECK_S >= self._lease_s:
-            self.stop(f"nothing was heard of the mesh's supervisor for {self._lease_s:.0f} s")
+            what = "no word from" if self._has_heard else "is there a firewall? No connection to"
+            self.stop(f"{what} the mesh's supervisor for {self._lease_s:.0f} s")
         else:
             self._silent_checks += 1
             self.loop.call_later(_LEASE_CHECK_S, self._check_lease)

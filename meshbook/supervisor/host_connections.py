@@ -263,10 +263,10 @@ class HostConnections:
         if not self._is_stopping:
             if not self._is_listening and (machine := self.engine.first_address()) is not None:
                 self._listen(machine)
-            engine = self.engine
-            state, ends_at, progress, failed, exited = self._loop.observe(
-                lambda: (engine.queue_state, engine.ends_at, engine.progress(), engine.pop_failed(), engine.pop_exited())
+            state, ends_at, progress = self._loop.observe(
+                lambda: (self.engine.queue_state, self.engine.ends_at, self.engine.progress())
             )
+            failed, exited = self._loop.observe(lambda: (self.engine.pop_failed(), self.engine.pop_exited()))
             awaited = {number for number, host in self._hosts.items() if host.silent_checks is None}
             if awaited or self._is_awaiting:
                 self._events.hosts_awaited(state, {host: one for host, one in progress.items() if host in awaited})

@@ -152,6 +152,11 @@ class MeshStartup:
         ready = messages.MeshReady(call=command.call, info=self._info(), seconds=now - since)
         return [SendToClient(client, ready)]
 
+    def host_exited(self, host: int, reason: str) -> list[Effect]:
+        progress = self._progress.get(host)  # of one that has not connected, and not said its name itself
+        who = progress.machine if progress is not None else self._machines.who(host)
+        return self.fail(f"{who} {reason} while the mesh was coming up; see supervisor.log")
+
     def rank_exited(self, report: messages.RankExited) -> list[Effect]:
         last = "".join(f"\n  {line}" for line in report.last_lines)
         said = f": it said{last}" if last else ""

@@ -165,8 +165,7 @@ class MeshState:
     def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
         """Handle the loss of a host and all its ranks. `reason` follows "the host": "was killed by signal 9"."""
         if self._startup.is_pending:
-            who = self.machines.who(host)
-            return self._startup.fail(f"{who} {reason} while the mesh was coming up; see supervisor.log")
+            return self._startup.host_exited(host, reason)
         cause = self.machines.lose(host, reason)
         exits = self._ranks.exits_on_host(host, cause, self.machines.heals_when(host))
         effects = self._ranks_exited(exits, now)

@@ -159,6 +159,13 @@ class Bed:
         self._silent.add(name)
         self._in_switch("ip", "link", "set", name, "nomaster")
 
+    def drop(self, name: str) -> None:
+        """As `cut`, and nothing says that there is no such machine: what "here" sends to it just vanishes."""
+        self.cut(name)
+        address, mac = f"{NETWORK}.{name[1:]}", f"02:00:0a:4d:00:{int(name[1:]):02x}"
+        neighbour = ("ip", "neigh", "replace", address, "lladdr", mac, "nud", "permanent", "dev", "eth0")
+        _run("nsenter", "-t", str(self._here.pid), "-n", *neighbour)
+
     def restore(self, name: str) -> None:
         self._silent.discard(name)
         self._in_switch("ip", "link", "set", name, "master", "br0")

@@ -19,7 +19,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import HealError, RankLost, StartError
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
-from tests.cluster.bed import Bed
+from tests.cluster.bed import NETWORK, Bed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -112,6 +112,22 @@ def test_a_machine_without_slurm_is_no_place_to_start_from(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="there is no sbatch on this machine"):
         start(slurm)
+
+
+def test_a_node_that_cannot_connect_to_the_supervisor_is_named_before_the_start_has_taken_its_time(
+    slurm: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meshbook.toml").write_text("lost_after_s = 5\nstart_timeout_s = 300")
+    monkeypatch.chdir(tmp_path)
+    slurm.run("n2", "ip", "route", "add", "blackhole", f"{NETWORK}.200/32")
+    try:
+        with pytest.raises(
+            StartError, match=r"n2 is out of reach.* is there a firewall\? No connection to .* for 10 s"
+        ):
+            start(slurm)
+    finally:
+        slurm.run("n2", "ip", "route", "del", "blackhole", f"{NETWORK}.200/32")
+    when(lambda: jobs() == [])
 
 
 def test_a_lost_host_is_healed_in_the_same_job(slurm: Bed) -> None:

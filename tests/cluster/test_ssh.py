@@ -112,6 +112,19 @@ def test_a_machine_that_cannot_be_used_is_named_with_why_and_what_to_do(
     assert time.monotonic() - before < 60  # 10 s on a quiet machine
 
 
+def test_a_machine_that_drops_all_that_is_sent_to_it_is_named_by_sshs_own_time(bed: Bed) -> None:
+    bed.drop("n2")
+    before = time.monotonic()
+    try:
+        with pytest.raises(
+            StartError, match=r'n2 does not answer \(".* port 22: Connection timed out"\); is it on, and'
+        ):
+            create_mesh(2, on="ssh://n1,n2", torch=False)
+    finally:
+        bed.restore("n2")
+    assert time.monotonic() - before < 60  # 10 s on a quiet machine; start_timeout_s is 120
+
+
 def test_machines_that_differ_are_refused_with_a_table_that_names_them(bed: Bed) -> None:
     python = bed.folder / "other_python"
     (bed.folder / "site" / "torch-2.5.1.dist-info").mkdir(parents=True)

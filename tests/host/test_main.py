@@ -34,11 +34,13 @@ def test_a_host_that_ends_starts_no_rank_that_it_is_asked_for_too_late(host: Hos
 def test_a_host_ends_its_ranks_after_looks_without_a_word_as_many_as_its_lease_has_seconds(host: HostProcess) -> None:
     ends: list[str] = []
     host.stop = ends.append  # type: ignore[method-assign]
-    for _ in range(5):
+    for _ in range(6):
         host._check_lease()
+    assert ends == ["is there a firewall? No connection to the mesh's supervisor for 5 s"]
+    ends.clear()
     host._hear([codec.encode_body(messages.KeepAlive(sent_at=1.0))])
     for _ in range(5):
         host._check_lease()
     assert ends == []
     host._check_lease()
-    assert ends == ["nothing was heard of the mesh's supervisor for 5 s"]
+    assert ends == ["no word from the mesh's supervisor for 5 s"]
