@@ -159,6 +159,7 @@ class LauncherDriver(ABC):
             self._process.kill()  # what it has is ended all the same
             self._process.wait()
         self._thread.join()
+        self._process.close()
 
     # ---- its thread
 

@@ -148,6 +148,4 @@ class HostCommand(HostLaunch):
                 self.process.wait()
         self._join(_END_TIMEOUT_S)
         if self.process is not None:
-            for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            self.process.close()

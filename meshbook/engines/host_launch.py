@@ -123,7 +123,7 @@ class HostLaunch(ABC):
         self._thread = None
         if not self.has_started:
             why = "its host was starting when the mesh's supervisor was killed; try again"
-            self.failure = f"{self.machine_name}: {why}"
+            self.failure = self.failure or f"{self.machine_name}: {why}"
         elif self.exit_reason is None:
             self._thread = threading.Thread(target=self._watch_end, daemon=True)
             self._thread.start()

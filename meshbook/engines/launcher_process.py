@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import subprocess
@@ -37,6 +38,7 @@ class LauncherProcess:
     def take_over(self) -> None:
         """Go on in a process that was forked from its parent, which has ended."""
         self.is_inherited = True
+        self._child.returncode = 0  # else Popen would wait for what is not this process's child
 
     @property
     def has_ended(self) -> bool:
@@ -54,6 +56,15 @@ class LauncherProcess:
             raise subprocess.TimeoutExpired(list(self.args), timeout_s or 0.0)
         return None
 
+    def close(self) -> None:
+        """Close what this process has of it, once it has ended."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 
@@ -69,7 +80,7 @@ class LauncherProcess:
 
     def _wait_inherited(self, timeout_s: float | None) -> bool:
         """Wait for the end of a process that is no child of this one; return whether it has ended."""
-        if self._pidfd is None:  # a system without them has no standby
+        if self._pidfd is None:  # it is closed; a system without pidfds has no standby
             return True
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)

@@ -50,7 +50,7 @@ class LocalEngine:
         for host, process in list(self._hosts.items()):
             if process.has_ended:
                 found[host] = _describe_end(process.wait())
-                del self._hosts[host]
+                self._hosts.pop(host).close()
         return found
 
     def first_address(self) -> str | None:
@@ -72,6 +72,7 @@ class LocalEngine:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            process.close()
         self._hosts.clear()
 
 

@@ -188,7 +188,8 @@ def sbatch_environment() -> dict[str, str]:
 
 
 class SlurmJob:
-    """One allocation. Any thread may ask it; its own thread submits it and waits in the queue.
+    """One allocation. Any thread may ask it; its own thread submits it, waits in the queue, and asks
+    when it will end.
 
     Attributes:
         queue_state: what the queue says while the job waits in it; "" otherwise.

@@ -249,9 +249,8 @@ class StageRun:
         self._extras = [extra.detach().requires_grad_() for extra in extras]
         by_id = {id(extra): own_leaf for extra, own_leaf in zip(extras, self._extras, strict=True)}
         self._calls = [call.with_leaves(by_id) for call in calls if call.index in own]
-        self._rows = row_spans(
-            len(calls[0].hidden), 1 if calls[0].caches else chain.microbatches
-        )  # caches have all rows
+        most = 1 if calls[0].caches else chain.microbatches  # a cache has all rows
+        self._rows = row_spans(len(calls[0].hidden), most)
         self._dtype = calls[0].hidden.dtype
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each microbatch, input and output
 
