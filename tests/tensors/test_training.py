@@ -252,6 +252,53 @@ def test_options_of_ddp_are_passed_on_and_gradients_stay_ones_own(mesh2: Mesh, o
     torch.testing.assert_close(_steps(model, there), _steps(alone, x))
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.heads = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: torch.Tensor, head: int | None = None) -> Any:
+        x = self.inner(x).tanh()
+        return self.heads[0](x) - self.heads[1](x) if head is None else self.heads[head](x)
+
+
+def _pair_gradients(model: Any, x: Any, y: Any, heads: tuple[int | None, int | None]) -> list[Any]:
+    for _ in range(2):  # the second time by other buckets
+        (model(x, heads[0]) * model(y, heads[1])).sum().backward()
+        first, second = model(x, heads[0]), model(y, heads[1])
+        first.square().sum().backward()
+        second.square().sum().backward()
+    return [
+        parameter.grad.full_tensor() if hasattr(model, "plan") else parameter.grad for parameter in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp", {}),
+        ("ddp", {}),
+        ("ddp", {"static_graph": True}),
+        ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    ],
+    ids=["fsdp", "ddp", "static", "unused"],
+)
+def test_each_of_several_forwards_has_its_gradients_averaged(mesh2: Mesh, strategy: str, options: Any) -> None:
+    torch.manual_seed(6)
+    alone, x, y = Twice(), torch.randn(8, 4), torch.randn(8, 4)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy=strategy, **options)
+    heads = (0, 1) if "find_unused_parameters" in options else (None, None)
+    wanted = _pair_gradients(alone, x, y, heads)
+    torch.testing.assert_close(_pair_gradients(model, rows_on(mesh2)(x), rows_on(mesh2)(y), heads), wanted)
+
+
+def test_a_gradient_that_one_of_two_forwards_misses_is_an_error(mesh2: Mesh) -> None:
+    model = meshbook.distribute(Twice, mesh2, strategy="ddp")
+    x = rows_on(mesh2)(torch.ones(4, 4))
+    with pytest.raises((CellError, OperationFailed), match=r"find_unused_parameters=True\)"):
+        _pair_gradients(model, x, x, (0, 1))
+
+
 def test_options_of_fsdp_are_passed_on(mesh2: Mesh) -> None:
     alone = nn.Linear(4, 6)
     model = meshbook.distribute(

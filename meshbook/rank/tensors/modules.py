@@ -241,8 +241,7 @@ def _forward(
         resident.check_buffers()
         if training:
             resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
-    leaves = leaves_of(result)
-    outputs = _output_tensors(resident, leaves)
+    outputs = _output_tensors(resident, leaves_of(result))
     results, output_placements = _wrap_outputs(resident, outputs, inputs.is_sharded)
     description = {
         "result": pytree.tree_map(_placeholder_of, result),
@@ -253,7 +252,7 @@ def _forward(
         return results, description
     graph_token = torch.empty(0, device=resident.mesh.device_type)
     scale = float(resident.num_shards) if resident.runs_locally and inputs.is_sharded else 1.0
-    graph_token._meshbook_graph = _SavedForward(  # type: ignore[attr-defined]
+    graph_token._meshbook_graph = resident.graph_of_last_forward = _SavedForward(  # type: ignore[attr-defined]
         outputs,
         output_placements,
         inputs.requiring_grad,
@@ -460,6 +459,7 @@ def _backward(
         incoming.append(grad)
     # Until all gradients are popped: one that remains would be added to the next step's.
     with resident.clean_up_on_error():
+        resident.prepare_backward(saved, outputs)
         with watching.in_module(), torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
         resident.average_gradients()

@@ -73,6 +73,7 @@ class ResidentModule:
         self.recipe: tuple[Any, ...] = ()  # what it was built from, for a rank that is replaced
         # Number and result of the first forward of a kind, until the operation for it arrives.
         self.first_result: tuple[int, list[Any]] | None = None
+        self.graph_of_last_forward: Any = None  # until its backward
 
     def _classify_buffers(self, index_by_id: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
         """Return the persistent buffers as (dict, name, index), and the indices of the statistics of torch's norms.
@@ -168,6 +169,17 @@ class ResidentModule:
             "unchecked": [check.name for check in self.checks],
             "blocks": sum(isinstance(submodule, FSDPModule) for submodule in self.module.modules()) - 1,
         }
+
+    def prepare_backward(self, graph: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Have DDP average the gradients of this backward too, where it is not that of the last forward.
+
+        A forward of DDP prepares for one backward; one that comes after it would leave each rank its own gradients.
+        """
+        prepared, self.graph_of_last_forward = self.graph_of_last_forward is graph, None
+        if isinstance(self.module, DistributedDataParallel) and not prepared:
+            searched = self.module.find_unused_parameters and not self.module.static_graph
+            self.module.reducer._rebuild_buckets()  # raises if a gradient is missing in the backward before
+            self.module.reducer.prepare_for_backward(list(outputs) if searched else [])
 
     def average_gradients(self) -> None:
         """Average the gradients over the batch axes, where torch has not done it in backward: after a pipeline's."""
