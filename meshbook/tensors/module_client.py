@@ -18,6 +18,7 @@ from meshbook.errors import PlacementError, UsageError
 from meshbook.ids import Ranks
 from meshbook.rank.tensors import modes, modules
 from meshbook.rank.tensors.operators import FLOAT, TENSOR
+from meshbook.rank.tensors.resident_module import Modes
 from meshbook.rank.tensors.results import ObjectThere, leaves_of
 from meshbook.tensors import dispatch
 from meshbook.tensors.base import MeshTensor
@@ -155,7 +156,7 @@ class ModuleClient:
         engine.foreign_version_counter[0] += 1  # the operation may have changed buffers
         return made
 
-    def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
+    def forward(self, training: Modes, args: Any, kwargs: Any) -> Any:
         tensors: list[Any] = []
         floats: list[float] = []
 
@@ -237,7 +238,7 @@ class ModuleClient:
     def _run_first_forward(
         self,
         first_forward_id: int,
-        training: bool,
+        training: Modes,
         autocast_dtype: str | None,
         inputs_with_grad: tuple[int, ...] | None,
         trainable_indices: tuple[int, ...],

@@ -30,6 +30,7 @@ from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.module_client import ModuleClient, call_on_ranks, refuse_foreign_autocast
+from meshbook.tensors.module_parts import PartOnRanks, add_parts, modes_of
 from meshbook.tensors.module_plan import ModulePlan
 
 Placements = Sequence[Any] | Mapping[str, Any] | Callable[[str, torch.Tensor], Any] | None
@@ -285,10 +286,10 @@ def _strategy_of(strategy: Any, mesh: Mesh, precision: str | None, axis: str | N
 
 
 # Attributes of a RemoteModule and its parts that stand for what the ranks have.
-_STATE_OF_RANKS = {"_parameters", "_buffers", "_modules", "_client", "plan"}
+_STATE_OF_RANKS = {"_parameters", "_buffers", "_modules", "_client", "_places", "_kind", "_on_ranks", "plan"}
 
 
-class RemoteModule(nn.Module):
+class RemoteModule(PartOnRanks):
     """A module on the ranks. Call it with RemoteTensors; `parameters()` are RemoteTensors of its storage.
 
     Inputs sharded along dim 0 over the batch axis (as `mesh.feed` gives them) share the work; replicated ones are
@@ -310,22 +311,21 @@ class RemoteModule(nn.Module):
         self.plan = plan
         # One plain object holds what nn.Module would otherwise register as a submodule or show in its dict.
         self._client = ModuleClient(engine, key, resident, description)
-        client = self._client
+        add_parts(self, description["parts"])
+        # Where each tensor is found, and the tensor with which the ranks compute.
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
         for name, index, is_parameter in description["names"]:
-            *path, last = name.split(".")
-            submodule: nn.Module = self
-            for child_name in path:
-                if child_name not in submodule._modules:
-                    submodule.add_module(child_name, _SubmodulePlaceholder())
-                submodule = submodule._modules[child_name]  # type: ignore[assignment]
-            if is_parameter:
-                submodule._parameters[last] = client.tensors[index]
-            else:
-                submodule._buffers[last] = client.tensors[index]
-        self.train(description["training"])
+            path, _, last = name.rpartition(".")
+            submodule = self.get_submodule(path)
+            held: dict[str, Any] = submodule._parameters if is_parameter else submodule._buffers
+            held[last] = self._client.tensors[index]
+            self._places.append((held, last, held[last]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._client.forward(self.training, args, kwargs)
+        for held, name, tensor in self._places:
+            if held.get(name) is not tensor:
+                self._refuse(f"{name!r} was given another tensor, here only")
+        return self._client.forward(modes_of(self), args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Have a Hugging Face model generate, with its own `generate` and a cache on the ranks. Blocks.
@@ -439,13 +439,6 @@ class RemoteModule(nn.Module):
             "this module lives on the ranks; model.save_checkpoint(folder) saves it by parts, and "
             "model.state_dict(full=True) is all of it here. copy.deepcopy(model) makes another there"
         )
-
-
-class _SubmodulePlaceholder(nn.Module):
-    """A node in the tree of names; the module that computes is on the ranks."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError("only the whole module can be called here: its parts are on the ranks")
 
 
 def _upload_like(tensor: Any, own: Any, engine: TensorEngine) -> Any:

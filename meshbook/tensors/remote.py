@@ -155,7 +155,10 @@ class RemoteTensor(MeshTensor):
 
     @property
     def data(self) -> RemoteTensor:
-        """The same tensor without autograd; assigning makes this tensor use the storage of the other."""
+        """The same tensor without autograd; assigning makes this tensor use the storage of the other.
+
+        What a module on the ranks, or a name of their cells, refers to is written into instead.
+        """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -165,6 +168,15 @@ class RemoteTensor(MeshTensor):
                 "the data of a remote tensor must be a remote tensor; meshbook.distribute(local, mesh, ...) makes one, "
                 "and x.copy_(local) changes the numbers only"
             )
+        if self._handle.version_counter is self.engine.foreign_version_counter:
+            if (other.shape, other.dtype) != (self.shape, self.dtype):
+                raise TypeError(
+                    f"the ranks refer to this tensor of shape {tuple(self.shape)} and {self.dtype}; it cannot be "
+                    f"one of shape {tuple(other.shape)} and {other.dtype}"
+                )
+            with torch.no_grad():
+                self.copy_(other)
+            return
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._handle = other._handle
 

@@ -31,7 +31,7 @@ from meshbook.rank.tensors.cut_checks import run_with_first_call
 from meshbook.rank.tensors.cut_styles import plain_linears
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
-from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
+from meshbook.rank.tensors.resident_module import Modes, ResidentModule, find_resident, tensor_meta
 from meshbook.rank.tensors.results import ObjectThere, is_token, leaves_of, make_token, object_of, stays
 
 
@@ -61,7 +61,7 @@ class _SavedForward:
 
 def module_forward(
     key: str,
-    training: bool,
+    training: Modes,
     autocast_dtype: str | None,
     inputs_with_grad: Sequence[int] | None,
     trainable_indices: Sequence[int] | None,
@@ -100,7 +100,7 @@ def module_first(
     modes: torch_modes.Modes,
     key: str,
     number: int,
-    training: bool,
+    training: Modes,
     autocast_dtype: str | None,
     inputs_with_grad: Sequence[int] | None,
     trainable_indices: Sequence[int] | None,
@@ -212,7 +212,7 @@ class _OwnInputs:
 
 def _forward(
     key: str,
-    training: bool,
+    training: Modes,
     autocast_dtype: str | None,
     inputs_with_grad: Sequence[int] | None,
     mutated_buffers: Sequence[int],
@@ -223,8 +223,7 @@ def _forward(
     is_first: bool = False,
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = find_resident(key)
-    if resident.module.training != training:
-        resident.module.train(training)
+    any_training = resident.set_modes(training)
     inputs = _own_inputs(resident, inputs_with_grad or (), args, kwargs)
     dtype = getattr(torch, autocast_dtype) if autocast_dtype is not None else resident.autocast_dtype
     buffers_to_copy = mutated_buffers if resident.averages_gradients else ()
@@ -239,7 +238,7 @@ def _forward(
             result = resident.module(*inputs.args, **inputs.kwargs)
             uses_rng = is_first and not all(map(torch.equal, rng_states, resident.rng_states()))
         resident.check_buffers()
-        if training:
+        if any_training:
             resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
     outputs = _output_tensors(resident, leaves_of(result))
     results, output_placements = _wrap_outputs(resident, outputs, inputs.is_sharded)
@@ -258,7 +257,7 @@ def _forward(
         inputs.requiring_grad,
         inputs.placements,
         scale,
-        buffers_after_backward if training else (),
+        buffers_after_backward if any_training else (),
     )
     return [*results, graph_token], description
 

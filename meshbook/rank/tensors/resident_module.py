@@ -25,6 +25,15 @@ from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.blocks import block_names
 from meshbook.rank.tensors.strategies import Plan
 
+# What a forward runs in: whether the module trains and, if some parts are in the other mode, their names.
+Modes = bool | tuple[bool, tuple[str, ...]]
+
+# A part of a module: its name, its classes from its own on (module, name), whether it trains, and its attributes.
+PartDescription = tuple[str, list[tuple[str, str]], bool, dict[str, Any]]
+
+# In place of an attribute's value that is not sent.
+ELSEWHERE = "meshbook: on the ranks"
+
 
 class ResidentModule:
     """A module on this rank."""
@@ -74,6 +83,7 @@ class ResidentModule:
         # Number and result of the first forward of a kind, until the operation for it arrives.
         self.first_result: tuple[int, list[Any]] | None = None
         self.graph_of_last_forward: Any = None  # until its backward
+        self._modes: Modes | None = None  # of the last forward
 
     def _classify_buffers(self, index_by_id: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
         """Return the persistent buffers as (dict, name, index), and the indices of the statistics of torch's norms.
@@ -158,7 +168,7 @@ class ResidentModule:
         return {
             "names": self.names,
             "trained": self.trainable_indices,
-            "training": building.inner_module(self.module).training,
+            "parts": [_part(*named) for named in building.inner_module(self.module).named_modules(None, "", False)],
             "tensors": [tensor_meta(tensor) for tensor in dtensors],
             "local": self.runs_locally,
             "text": repr_of(self.module),
@@ -189,6 +199,16 @@ class ResidentModule:
     def rng_states(self) -> list[torch.Tensor]:
         """Return what tells whether random numbers were drawn: the generators' states, and how often stages drew."""
         return [*pipeline.rng_states(), torch.tensor([chain.num_draws for chain in self.pipelines])]
+
+    def set_modes(self, modes: Modes) -> bool:
+        """Have the module and its parts train or not; return whether any part trains."""
+        training, others = modes if isinstance(modes, tuple) else (modes, ())
+        if modes != self._modes or self.module.training != training:
+            self._modes = modes
+            self.module.train(training)
+            for name in others:
+                building.inner_module(self.module).get_submodule(name).training = not training
+        return training or bool(others)
 
     def set_trainable(self, indices: Sequence[int]) -> None:
         """Let exactly these parameters get gradients; the controller, with the optimizer, decides what is frozen."""
@@ -249,6 +269,33 @@ class ResidentModule:
     def axes_text(self) -> str:
         """Return `dp=2`, or `node=2 x gpu=4` (8)."""
         return " x ".join(f"{self.mesh.mesh_dim_names[axis]}={self.mesh.size(axis)}" for axis in self.axes)
+
+
+def _part(name_of_part: str, module: nn.Module) -> PartDescription:
+    """Describe a part for the controller.
+
+    Values are those of torch's own modules, which no forward changes.
+    """
+    bases = type(module).__mro__
+    classes = [kind for kind in bases if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule)]
+    attributes: dict[str, Any] = {"forward": ELSEWHERE}
+    for kind in classes:
+        if not _is_torchs(kind):
+            attributes |= {name: ELSEWHERE for name in vars(kind) if not name.startswith("__")}
+    for name, value in vars(module).items():
+        if name not in _MODULE_ATTRIBUTES:
+            is_known = _is_torchs(classes[0]) and type(value) in (int, float, bool, str, tuple)
+            attributes[name] = value if is_known else ELSEWHERE
+    for held in (module._parameters, module._buffers):
+        attributes |= {name: None for name, tensor in held.items() if tensor is None}
+    return name_of_part, [(kind.__module__, kind.__qualname__) for kind in classes], module.training, attributes
+
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
 
 
 RESIDENT_MODULES: weakref.WeakValueDictionary[str, ResidentModule] = weakref.WeakValueDictionary()
