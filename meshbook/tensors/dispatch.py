@@ -24,7 +24,7 @@ from meshbook.tensors import functional_views
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import TensorEngine
-from meshbook.tensors.schemas import makes_views, written_leaves
+from meshbook.tensors.schemas import makes_views, out_names, written_leaves
 from meshbook.tensors.specs import Template, TensorHandle, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
@@ -283,7 +283,6 @@ def _redistribute_then_dispatch(template: Template, func: Any, args: Any, kwargs
 
 
 def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
-    target = args[0]
     # In-place operations have defaults for arguments that their out-of-place variants may require.
     arguments = zip(
         func._schema.arguments[len(args) :], template.functional_op._schema.arguments[len(args) :], strict=False
@@ -293,14 +292,28 @@ def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwarg
         for own, other in arguments
         if own.has_default_value() and not other.has_default_value()
     }
-    result = dispatch(template.functional_op, args, {**defaults, **(kwargs or {})})
+    kwargs = {**defaults, **(kwargs or {})}
+    targets = pytree.tree_leaves([kwargs.pop(name) for name in out_names(func)]) or [args[0]]
+    made = dispatch(template.functional_op, args, kwargs)
+    results = made if isinstance(made, (tuple, list)) else [made]
+    changed = [_overwrite(target, result, func) for target, result in zip(targets, results, strict=True)]
+    if not func._schema.returns:  # torch's own in-place operations return; custom ones may not
+        return None
+    return changed[0] if len(changed) == 1 else tuple(changed)
+
+
+def _overwrite(target: Any, result: Any, func: Any) -> Any:
     if not torch.can_cast(result._spec.dtype, target._spec.dtype):
         raise RuntimeError(f"result type {result._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
+    if result._spec.shape != target._spec.shape and out_names(func):
+        raise RuntimeError(
+            f"out= has shape {tuple(target._spec.shape)}, and the result {tuple(result._spec.shape)}; a tensor on a "
+            "mesh is not made larger or smaller: give one of that shape, or leave out= out"
+        )
     if result._spec.placements != target._spec.placements:
         result = result.to(target._spec.dtype)  # bool cannot be a partial sum
         result = _redistribute(result, target._spec.placements)
-    changed = dispatch(aten.copy_.default, (target, result), None)
-    return changed if func._schema.returns else None  # torch's own in-place operators return; custom ones may not
+    return dispatch(aten.copy_.default, (target, result), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +330,8 @@ def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
         placements = (Replicate(),) * engine.planner.mesh_ndim
     if any(map(_is_local, written_leaves(func, args, kwargs))):
         raise TypeError(
-            f"{func} would write what lies on a mesh into a local tensor; bring it here first: x.full_tensor()"
+            f"{func} would write what lies on a mesh into a local tensor; bring it here first: x.full_tensor(). If "
+            "out= is on the mesh, torch makes a local one on the way: leave out= out"
         )
     uploaded_scalars: dict[Any, Any] = {}  # a fused optimizer passes an equal one for each parameter
 

@@ -33,7 +33,14 @@ from meshbook.rank.tensors.operators import (
 from meshbook.tensors import dtensor_errors
 from meshbook.tensors import placement_rules as rules
 from meshbook.tensors.meta_run import MetaRun, MetaRunner, run_on_plain_tensors, storage_id
-from meshbook.tensors.schemas import expand_reduction_dims, functional_variant, has_tag, makes_views, mutated_inputs
+from meshbook.tensors.schemas import (
+    expand_reduction_dims,
+    functional_variant,
+    has_tag,
+    makes_views,
+    mutated_inputs,
+    out_names,
+)
 from meshbook.tensors.shards import actual_strides
 from meshbook.tensors.specs import SpecTable, Template, TensorSpec
 from meshbook.wire.pickler import dump_message
@@ -72,6 +79,10 @@ class Planner:
             RuntimeError and others: torch's own, about shapes and dtypes.
         """
         _check_operands(function, inputs, self._engine)
+        # DTensor writes into the piece of `out` what has other placements.
+        outs = pytree.tree_leaves([kwargs[name] for name in out_names(function)])
+        if any(out._spec.placements is not None for out in outs):
+            return _plan_functional_variant(function)
         template = self._plan_op(function, args, kwargs, inputs)
         if template.redistributions and {at for at, _ in template.redistributions}.intersection(
             mutated_inputs(function, args, kwargs, inputs)

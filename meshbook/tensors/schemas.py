@@ -51,20 +51,28 @@ def makes_views(function: Any) -> bool:
     return any(output.alias_info is not None for output in schema.returns)
 
 
+def out_names(function: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that an operation writes its results to: `out`, where it has one."""
+    schema = getattr(function, "_schema", None)
+    return tuple(argument.name for argument in schema.arguments if argument.is_out) if schema is not None else ()
+
+
 def functional_variant(function: Any) -> Any:
-    """Return the out-of-place variant of an in-place operation, or None."""
+    """Return the variant that makes new tensors, of an operation in place or with `out=`; or None."""
     name = getattr(function, "_opname", "")
-    if not name.endswith("_") or name.startswith("_foreach"):
+    if name.startswith("_foreach") or not (name.endswith("_") or out_names(function)):
         return None
     other = getattr(getattr(torch.ops, function.namespace), name.removesuffix("_"), None)
     if other is None:
         return None
-    argument_types = [str(argument.type) for argument in function._schema.arguments]
+    argument_types = [str(argument.type) for argument in function._schema.arguments if not argument.is_out]
     # pow_.Scalar corresponds to pow.Tensor_Scalar; pow.Scalar is a different operation.
     overload_names = [function._overloadname, *other.overloads()]
     overloads = [getattr(other, name) for name in overload_names if hasattr(other, name)]
     matching = (
-        one for one in overloads if [str(argument.type) for argument in one._schema.arguments] == argument_types
+        one
+        for one in overloads
+        if one is not function and [str(argument.type) for argument in one._schema.arguments] == argument_types
     )
     return next(matching, None)
 

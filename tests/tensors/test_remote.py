@@ -181,6 +181,24 @@ def test_an_operator_in_place_that_returns_nothing_may_be_done_by_one_that_makes
     assert x.full_tensor().sum(1).tolist() == [6.0, 9.0, 9.0, 6.0]
 
 
+def test_out_is_written_wherever_it_is_placed_and_keeps_its_shape(mesh2: Mesh) -> None:
+    local = torch.randn(6, 4)
+    x = meshbook.distribute(local, mesh2, [Shard(1)])
+    for place in (Shard(0), Shard(1), Replicate()):
+        out = meshbook.distribute(torch.zeros(6, 4), mesh2, [place])
+        assert torch.mul(x, 2, out=out) is out
+        assert out.placements == (place,)
+        assert torch.equal(out.full_tensor(), local * 2)
+        row = meshbook.distribute(torch.zeros(4), mesh2, [place if place == Replicate() else Shard(0)])
+        torch.amin(x, 0, out=row)
+        assert torch.equal(row.full_tensor(), local.amin(0))
+    parts = [meshbook.distribute(torch.zeros(6, 2), mesh2) for _ in range(2)]
+    torch.split_with_sizes_copy(x, [2, 2], 1, out=parts)
+    assert torch.equal(parts[1].full_tensor(), local[:, 2:])
+    with pytest.raises(RuntimeError, match=r"out= has shape \(6, 2\), and the result \(6, 4\)"):
+        torch.mul(x, 2, out=parts[0])
+
+
 def test_shape_and_placement_errors_are_raised_at_their_line(mesh2: Mesh) -> None:
     x = distribute(torch.ones(6, 4), mesh2, [Shard(1)])
     with pytest.raises(RuntimeError, match=r"\[6, 4\] X \[3, 3\].*on a mesh of dp=2"):
