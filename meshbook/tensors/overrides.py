@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from meshbook.rank.tensors import attention, operators
+from meshbook.rank.tensors import attention, dtensor_patches, operators
 from meshbook.tensors import values
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.dispatch import (
@@ -109,22 +109,6 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
         if at != dim % tensor.dim() and length != tensor.shape[at]:
             tensor = tensor.narrow(at, 0, length)
     return dispatch_without_override(func, (tensor, dim, index, *args[3:]), kwargs)
-
-
-def _torch_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the decomposition of torch's compiler.
-
-    DTensor averages the means of shards even where these differ in size, and passes global sizes to a shard's kernel.
-    """
-    from torch._decomp import decomposition_table  # slow to import
-
-    made = decomposition_table[func](*args, **kwargs)
-    if func in _CAST_TO_FIRST_DTYPE and isinstance(made, torch.Tensor):
-        made = made.to(args[0].dtype)
-    return made
-
-
-_CAST_TO_FIRST_DTYPE = (aten.huber_loss.default, aten.soft_margin_loss.default)
 
 
 def _with_nonnegative_dim(func: Any, args: Any, kwargs: Any) -> Any:
@@ -400,16 +384,7 @@ OVERRIDES: dict[Any, Override] = {
     aten.unique_consecutive.default: _refuse_data_dependent(_RUN_ON_RANKS_HINT),
     aten.bincount.default: _refuse_data_dependent(_RUN_ON_RANKS_HINT),
 }
-OVERRIDES |= dict.fromkeys(
-    (
-        aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
-        aten.binary_cross_entropy_with_logits.default,
-        aten.native_group_norm_backward.default, aten.mse_loss.default, aten.mse_loss_backward.default,
-        aten.huber_loss.default, aten.huber_loss_backward.default, aten.soft_margin_loss.default,
-        aten.soft_margin_loss_backward.default, aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,
-    ),
-    _torch_decomposition,
-)  # fmt: skip
+OVERRIDES |= dict.fromkeys(dtensor_patches.DECOMPOSED, dtensor_patches.torch_decomposition)
 for _packets, _override in (
     ((aten.to,), _decompose),
     ((aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_), _reshape_in_place),

@@ -138,6 +138,16 @@ def through_view(x: Tensor) -> Tensor:
     return y
 
 
+def into_out(x: Tensor) -> list[Tensor]:
+    found = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0], dtype=torch.long)
+    return [
+        torch.add(x, 1.0, out=torch.zeros_like(x)),
+        torch.amax(x, 0, out=torch.zeros_like(x[0])),
+        *torch.max(x, 1, out=found),
+        torch.sum(x, 0, out=torch.zeros_like(x[0])),
+    ]
+
+
 def repeated_products(x: Tensor) -> Tensor:
     return x + x.t() @ x @ x.t() @ x / 64
 
@@ -287,6 +297,7 @@ OPERATIONS: dict[str, Operation] = {
     "diagonal": Operation(lambda x: x.diagonal() * 2, ((8, 8),), exact=True),
     "contiguous": Operation(lambda x: x.t().contiguous().view(-1), ((8, 12),), exact=True),
     "clone": Operation(lambda x: x.clone(), ((8, 12),), exact=True),
+    "into out=": Operation(into_out, ((8, 12),), grads=False),
     # ---- changed through views, which may cut across pieces
     "set a column": Operation(set_column, ((8, 12),), exact=True),
     "add to a slice": Operation(add_to_slice, ((8, 12),), exact=True),
@@ -354,6 +365,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "avg pool": Operation(lambda x: F.avg_pool2d(x, 2), ((4, 4, 8, 8),)),
     "adaptive pool": Operation(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1), ((4, 4, 8, 8),)),
+    "adaptive pool of one image": Operation(lambda x: F.adaptive_avg_pool2d(x, 5), ((8, 4, 3),)),
     "interpolate": Operation(lambda x: F.interpolate(x, scale_factor=2), ((4, 4, 4, 4),)),
     "batch norm": Operation(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), ((4, 4, 8, 8),), ((4,), (4,))

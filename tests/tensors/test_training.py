@@ -252,6 +252,39 @@ def test_options_of_ddp_are_passed_on_and_gradients_stay_ones_own(mesh2: Mesh, o
     torch.testing.assert_close(_steps(model, there), _steps(alone, x))
 
 
+class Tied(nn.Module):
+    """Its weight has two names, and its loss is made in its forward."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.Linear(6, 6)
+        self.outer.weight = self.inner.weight
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.loss(self.outer(self.norm(self.inner(x))).sigmoid(), y)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits]
+)
+def test_a_replicated_module_keeps_ties_and_its_losses_are_those_of_the_whole_batch(
+    mesh2: Mesh, loss: Callable[..., Any]
+) -> None:
+    torch.manual_seed(5)
+    alone, x, y = Tied(loss), torch.randn(8, 6), torch.rand(8, 6)
+    model: Any = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
+    assert model.outer.weight is model.inner.weight
+    for module, cut in ((alone, lambda tensor: tensor), (model, rows_on(mesh2))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(cut(x), cut(y)).backward()
+            optimizer.step()
+    for name, tensor in model.state_dict(full=True).items():
+        torch.testing.assert_close(tensor, alone.state_dict()[name], msg=name)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

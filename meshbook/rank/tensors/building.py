@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -185,7 +185,8 @@ def apply_strategy(
         return strategy(module.to(device), mesh) or module, None, []
     if strategy == "replicate":
         _copy_to_device(module, device)
-        return distribute_module(module, mesh), None, []
+        _replicate(module, mesh)
+        return module, None, []
     if not isinstance(strategy, Plan):
         raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(NAMES)}, a Plan, or a function")
     cut, checks = None, []
@@ -220,6 +221,23 @@ def apply_strategy(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
     return wrap_ddp(module, mesh, strategy.ddp, options), cut, checks
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Like torch's `distribute_module`, which would make a tensor that has two names two tensors."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for submodule in module.modules():
+        parameters: dict[str, Any] = submodule._parameters
+        for held in (parameters, submodule._buffers):
+            for name, tensor in held.items():
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if tensor not in made:
+                    whole: torch.Tensor = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+                    if isinstance(tensor, nn.Parameter):
+                        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+                    made[tensor] = whole
+                held[name] = made[tensor]
 
 
 def _check_second_dims(module: nn.Module, size: int, axis: str) -> None:

@@ -44,6 +44,8 @@ def install() -> None:
         attention.register_shardings(register_sharding)
         _register_fused_steps()
         _register_other_ops()
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers |= dict.fromkeys(DECOMPOSED, torch_decomposition)
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator._propagate_tensor_meta_non_cached = _ResultMetas(propagator._propagate_tensor_meta_non_cached)
         for name in ("_collective_utils", "_redistribute"):
@@ -155,12 +157,18 @@ def _register_fused_steps() -> None:
 def _register_other_ops() -> None:
     """Register operators that work on each image, or each element, independently."""
 
-    @register_sharding(aten.avg_pool2d_backward.default)  # type: ignore[untyped-decorator]
-    def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
-        return [
-            ([strategy], [strategy, strategy, *[None] * len(others)])
-            for strategy in (Replicate(), Shard(0), Shard(1))[: 3 if len(tensor.shape) == 4 else 2]
-        ]
+    # torch's own rule of the second cuts the rows of an image without a batch, too.
+    DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs.pop(
+        aten._adaptive_avg_pool2d_backward.default, None
+    )
+    for operator in (aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default):
+
+        @register_sharding(operator)  # type: ignore[untyped-decorator]
+        def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
+            return [
+                ([strategy], [strategy, strategy, *[None] * len(others)])
+                for strategy in (Replicate(), Shard(0), Shard(1))[: 3 if len(tensor.shape) == 4 else 2]
+            ]
 
     for operator in (
         aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default,
@@ -184,6 +192,30 @@ def _register_other_ops() -> None:
                 ([strategy, strategy], [strategy, strategy, strategy if slopes == length else Replicate()])
             )
         return strategies
+
+
+DECOMPOSED = (
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.native_group_norm_backward.default, aten.mse_loss.default, aten.mse_loss_backward.default,
+    aten.huber_loss.default, aten.huber_loss_backward.default, aten.soft_margin_loss.default,
+    aten.soft_margin_loss_backward.default, aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,
+)  # fmt: skip
+
+_CAST_TO_FIRST_DTYPE = (aten.huber_loss.default, aten.soft_margin_loss.default)
+
+
+def torch_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the decomposition of torch's compiler.
+
+    DTensor averages the means of shards even where these differ in size, and passes global sizes to a shard's kernel.
+    """
+    from torch._decomp import decomposition_table  # slow to import
+
+    made = decomposition_table[func](*args, **kwargs)
+    if func in _CAST_TO_FIRST_DTYPE and isinstance(made, torch.Tensor):
+        made = made.to(args[0].dtype)
+    return made
 
 
 _ops_with_scalar_keys: set[Any] = set()
