@@ -104,18 +104,19 @@ class TrainingHooks:
         warnings.filters[:] = [each for each in warnings.filters if not _is_about_hooks(each)]  # type: ignore[index]
         torch.autograd.backward = self._original_backward
 
-    def guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook that does not raise, and that is not called any more after a failure."""
+    def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that does not raise, and that is not called any more after a failure: it returns None."""
 
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # dynamo traces hooks, too; this one leaves nothing in the graph
-                return
+                return None
             if self.failure is not None:
-                return
+                return None
             try:
-                hook(*args, **kwargs)
+                return hook(*args, **kwargs)
             except Exception as error:
                 self.failure = error
+                return None
 
         return run
 

@@ -11,7 +11,7 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,24 +144,25 @@ def check_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, DescribedOp
     if func._schema.is_mutable:  # it may overwrite what it read
         before = kinds(tensors_in((args, kwargs)))
     result = func(*args, **kwargs)
-    return result, None if func.is_view else describe_bad(func, args, kwargs, result, before)
+    name = func._schema.name.split("::")[-1]
+    return result, None if func.is_view else describe_bad(name, (*args, *(kwargs or {}).values()), result, before)
 
 
 def describe_bad(
-    func: Any, args: Any, kwargs: Any, result: Any, before: set[str] | None = None
+    name: str, arguments: Sequence[Any], result: Any, before: set[str] | None = None
 ) -> DescribedOperation | None:
     """Return what an operation is that has run, if it is bad; see `check_operation`.
 
     Args:
+        name: "log", "add_".
         before: kinds in its inputs before it ran; None: it has changed none of them.
     """
-    name = func._schema.name.split("::")[-1]
     new = kinds(tensors_in(result))
     if not new or _LEAVES_EMPTY.match(name):
         return None
-    inputs = list(tensors_in((args, kwargs)))
+    inputs = list(tensors_in(arguments))
     had = kinds(inputs) if before is None else before
-    had |= kinds([torch.tensor(value) for value in (*args, *kwargs.values()) if isinstance(value, float)])  # of a mask
+    had |= kinds([torch.tensor(value) for value in arguments if isinstance(value, float)])  # of a mask
     if "nan" in had or not new - had or (had and "nan" not in new):  # -inf negated is inf, and begins nothing
         return None
     dtype, size = largest(inputs)  # of those that it has overwritten, what they are now

@@ -125,7 +125,9 @@ class Sentinel:
             return None
         self._inputs.clear()
         self._places.remote_op = tensors.current_op
-        self._ops = RemoteOps(tensors, self._may_watch_operation, self._num_collectives, self._found_remote)
+        self._ops = RemoteOps(
+            tensors, self._may_watch_operation, self._num_collectives, self._found_remote, self._hooks.guarded
+        )
         return self._ops
 
     def report(self) -> SentinelReport:

@@ -24,8 +24,6 @@ from meshbook.rank.tensors import watching
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS
 
-BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
-
 # Completed steps of an engine that are remembered: more than the controller can have in flight.
 _MAX_COMPLETED = 4096
 

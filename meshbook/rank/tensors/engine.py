@@ -196,11 +196,6 @@ class RankTensors:
                 store.poison_output(id, poison)
         skip_from(store, _ops_decoder.decode(command.ops), 0, poison)
 
-    @property
-    def op_number(self) -> int:
-        """The number of the operation that runs now; 0 between batches."""
-        return 0 if self._current_batch is None else self._current_batch[1].op_number
-
     def current_op(self, number: int | None = None) -> CurrentOp | None:
         """Return the operation that runs now and the line that issued it; None between batches.
 

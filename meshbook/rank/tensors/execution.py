@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshbook.rank.tensors import agreement
+from meshbook.rank.tensors import agreement, watching
+from meshbook.rank.tensors.lowering_passes import BEGIN, END
 from meshbook.rank.tensors.templates import CompiledTemplate
 from meshbook.rank.tensors.tensor_store import Poison, TensorStore, local_tensor
 
@@ -37,7 +38,7 @@ def execute(
     Raises:
         KeyboardInterrupt: after all operations that had not run yet have been poisoned.
     """
-    values, templates = store.values, store.templates
+    values, templates, run = store.values, store.templates, watching.runner()
     at, end, number = 0, len(stream), first_number
     running: tuple[CompiledTemplate, int, list[Any], list[int]] | None = None
     try:
@@ -63,7 +64,7 @@ def execute(
             if poison is None:
                 running, at = (template, start, ins, _versions(template, ins) if template.mutates else []), next_at
                 try:
-                    result = template.run(ins, stream[stop:next_at])
+                    result = run(template, ins, stream[stop:next_at], number)
                     if template.returns_one:
                         values[stream[middle]] = result
                     elif template.num_new:
@@ -155,16 +156,16 @@ def _has_written(template: CompiledTemplate, ins: Sequence[Any], versions: list[
 def _record_fault(store: TensorStore, template: CompiledTemplate, poison: Poison) -> None:
     """Record an operation's fault for the batch's answer, and for the next wait if no tensor can carry it."""
     store.faults.append(poison)
-    has_no_tensor = not template.num_new and not template.mutates and template.name != agreement.BEGIN
+    has_no_tensor = not template.num_new and not template.mutates and template.name != BEGIN
     if has_no_tensor and store.pending_error is None:
         store.pending_error = poison
 
 
 def _update_step_refusal(store: TensorStore, template: CompiledTemplate, poison: Poison) -> None:
     """Have the operations of a step skipped if it could not begin, until its end."""
-    if template.name == agreement.BEGIN:
+    if template.name == BEGIN:
         store.step_refusal = poison.without_old_value()
-    elif template.name == agreement.END:
+    elif template.name == END:
         store.step_refusal = None
 
 
@@ -172,7 +173,7 @@ def _announce_skip(
     store: TensorStore, template: CompiledTemplate, poison: Poison, announce_fault: Callable[[Poison], None]
 ) -> None:
     """Tell the other ranks that this one skips a collective. Of a step they ask; it fails if the groups are broken."""
-    if template.name != agreement.BEGIN:
+    if template.name != BEGIN:
         announce_fault(poison)
         return
     try:

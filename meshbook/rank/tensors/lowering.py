@@ -38,6 +38,7 @@ from meshbook.rank.tensors.lowering_passes import (
     eliminate_dead_code,
     merge_all_reduces,
 )
+from meshbook.rank.tensors.watched_ops import is_whole_view
 
 
 class CannotLower(Exception):
@@ -77,11 +78,22 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._match_floats()
 
     def opaque_call(
-        self, call: Callable[..., Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        function: str,
+        *,
+        mutates: Sequence[int] = (),
+        is_view: bool = False,
     ) -> None:
         """Record the current operation as one call: `call(locals, floats)` returns its local results.
 
         Outputs that are inputs are recognized as such.
+
+        Args:
+            function: its name.
+            mutates: indices of inputs.
         """
         input_names = [self._name_of_input(tensor) for tensor in inputs]
         output_names = [self._name_output(tensor) for tensor in outputs]
@@ -99,6 +111,10 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._op_index,
                 op_name="opaque",
                 mutated_storages=mutated_storages,
+                template=function,
+                mutated=[input_names[position] for position in mutates],
+                is_view=is_view,
+                result_bytes=sum(tensor.nbytes for tensor in outputs),
             )
         )
         self._variable_floats.update(slot.slot for slot in slots)
@@ -110,11 +126,8 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         name = func._schema.name
         leaves = pytree.tree_leaves((args, kwargs))
-        mutated_storages = (
-            frozenset(_storage_id(tensor) for tensor in _mutated_tensors(func, args, kwargs))
-            if _is_mutating(func)
-            else frozenset()
-        )
+        mutated = list(_mutated_tensors(func, args, kwargs)) if _is_mutating(func) else []
+        mutated_storages = frozenset(map(_storage_id, mutated))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._failure_reason = f"{name} draws random numbers"
         if func.namespace == "c10d":  # the caller waits for it, which is no traced operation
@@ -135,6 +148,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node.merge_key = (*args[1:], tensor.dtype, tensor.device)
         out = func(*args, **kwargs)
         node.returns_one = isinstance(out, torch.Tensor)
+        self._note_results(node, func, args, pytree.tree_leaves(out), mutated)
         node.is_identity = name in MAYBE_IDENTITY_VIEWS and _has_same_layout(out, args[0])
         for leaf in pytree.tree_leaves(out):
             node.outputs.append(self._name_output(leaf) if isinstance(leaf, torch.Tensor) else None)
@@ -144,6 +158,17 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._nodes_with_floats.append((len(self._nodes), floats))
         self._nodes.append(node)
         return out
+
+    def _note_results(
+        self, node: CallNode, func: Any, args: Any, results: Sequence[Any], mutated: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what is needed to know which results a sentinel looks at."""
+        tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        node.mutated, node.is_view = list(map(self._name_of_input, mutated)), func.is_view
+        if func.is_view:
+            node.is_whole_view = is_whole_view(func._opname, args[0], tensors)
+        elif not mutated:
+            node.result_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def _match_floats(self) -> None:
         """Find the operation's floats in its calls. If exactly one call took exactly these, they become inputs."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from meshbook.rank.tensors import watched_ops
 from meshbook.rank.tensors.lowering_passes import WAIT, WRAP, CallNode, FloatRef, TensorRef
+from meshbook.rank.tensors.watched_ops import Window
 from meshbook.wire.messages import RECORDED_STEP_FILE
 
 GENERATED_FILE = RECORDED_STEP_FILE  # file name of the generated source in tracebacks
@@ -21,20 +24,27 @@ class Lowered:
     """A step as a function of its local input tensors and its floats.
 
     Attributes:
-        run: called with the inputs and the floats; returns the local results. The caller must disable gradients.
+        run: called with the inputs, the floats and, of `watched`, a `RecordedWatcher`; returns the local results. The
+            caller must disable gradients.
         variable_floats: floats that may differ in each call; all others must be unchanged.
         op_index_by_line: recorded operation of each source line, for errors.
         bucket_sizes: number of all-reduces in each merged one.
         collective_order: its collectives, in order; if ranks differ in it, they deadlock.
     """
 
-    run: Callable[[Sequence[torch.Tensor], Sequence[float]], tuple[torch.Tensor, ...]]
+    run: Callable[..., tuple[torch.Tensor, ...]]
     variable_floats: frozenset[int]
     source: str
     op_index_by_line: dict[int, int]
     num_ops: int
     bucket_sizes: tuple[int, ...] = ()
     collective_order: tuple[tuple[str, int, int], ...] = ()
+    make_watched: Callable[[], Lowered] | None = None
+
+    @functools.cached_property
+    def watched(self) -> Lowered:
+        """The same step, with results looked at in between."""
+        return self if self.make_watched is None else self.make_watched()
 
     def op_index_of(self, error: BaseException) -> int | None:
         """Return the recorded operation in which an exception arose, if it was raised in this function."""
@@ -120,32 +130,24 @@ def generate(
     num_inputs: int,
     variable_floats: frozenset[int],
     bucket_sizes: tuple[int, ...],
+    *,
+    is_watched: bool = False,
 ) -> Lowered:
-    last_use: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        for name in (*node.inputs, *filter(None, node.outputs)):
-            last_use[name] = index
-    returned_names = set(returned)
-    dead_after: dict[int, list[str]] = collections.defaultdict(list)
-    for name, index in last_use.items():
-        if name[0] == "v" and name not in returned_names:
-            dead_after[index].append(name)
+    windows = list(watched_ops.windows_of(nodes)) if is_watched else []
+    window_at = {index: window for window in windows for index in range(window.first, window.last + 1)}
+    dead_after = _dead_after(nodes, returned, window_at)
     source = _SourceBuilder()
     inputs = "".join(f"a{index}, " for index in range(num_inputs))
-    source.lines = ["def step(A, F):", f"    {inputs}= A" if inputs else "    pass"]
+    source.lines = ["def step(A, F, W=None):", f"    {inputs}= A" if inputs else "    pass"]
     op_index_by_line: dict[int, int] = {}
     for index, node in enumerate(nodes):
-        argument_texts = [source.literal(argument) for argument in node.args]
-        argument_texts += [f"{name}={source.literal(value)}" for name, value in node.kwargs.items()]
-        call = f"{source.name_function(node.function)}({', '.join(argument_texts)})"
-        if not any(node.outputs):
-            text = call
-        elif node.returns_one:
-            text = f"{node.outputs[0]} = {call}"
-        else:
-            text = "".join(f"{name or '_'}, " for name in node.outputs) + f"= {call}"
-        source.lines.append(f"    {text}")
+        window = window_at.get(index)
+        if window is not None and window.overwrites:
+            source.lines.append(f"    before = W.kinds_before({_tuple(window.known)}, {_tuple(window.others)})")
+        source.lines.append(f"    {_call_text(source, node)}")
         op_index_by_line[len(source.lines)] = node.op_index
+        if window is not None:
+            source.lines += _looking_lines(source, window, index, node)
         if names := dead_after.get(index):
             source.lines.append(f"    del {', '.join(names)}")
     source.lines.append(f"    return ({''.join(f'{name}, ' for name in returned)})")
@@ -154,8 +156,55 @@ def generate(
     exec(compile(text, GENERATED_FILE, "exec"), namespace)
     collective_order = tuple((node.op_name, node.op_index, len(node.inputs)) for node in nodes if _is_collective(node))
     return Lowered(
-        namespace["step"], variable_floats, text, op_index_by_line, len(nodes), bucket_sizes, collective_order
+        namespace["step"],
+        variable_floats,
+        text,
+        op_index_by_line,
+        len(nodes),
+        bucket_sizes,
+        collective_order,
+        functools.partial(generate, nodes, returned, num_inputs, variable_floats, bucket_sizes, is_watched=True),
     )
+
+
+def _call_text(source: _SourceBuilder, node: CallNode) -> str:
+    argument_texts = [source.literal(argument) for argument in node.args]
+    argument_texts += [f"{name}={source.literal(value)}" for name, value in node.kwargs.items()]
+    call = f"{source.name_function(node.function)}({', '.join(argument_texts)})"
+    if not any(node.outputs):
+        return call
+    if node.returns_one:
+        return f"{node.outputs[0]} = {call}"
+    return "".join(f"{name or '_'}, " for name in node.outputs) + f"= {call}"
+
+
+def _dead_after(
+    nodes: list[CallNode], returned: Sequence[str], window_at: Mapping[int, Window]
+) -> dict[int, list[str]]:
+    """Return the values that nothing needs after each call. Those of a window live as long as it does."""
+    last_use: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in (*node.inputs, *filter(None, node.outputs)):
+            last_use[name] = index
+    dead_after: dict[int, list[str]] = collections.defaultdict(list)
+    for name, index in last_use.items():
+        if name[0] == "v" and name not in returned:
+            dead_after[window_at[index].last if index in window_at else index].append(name)
+    return dead_after
+
+
+def _looking_lines(source: _SourceBuilder, window: Window, index: int, node: CallNode) -> list[str]:
+    """Return the lines after a call of a window: what a `RecordedWatcher` is asked."""
+    lines = []
+    if watched_ops.may_bring_numbers(node):
+        lines.append(f"    n{index} = W.num_collectives()")
+    if index == window.last and window.unread:
+        lines.append(f"    if W.are_bad({_tuple(window.unread)}): W.find_first({source.literal(window)}, locals())")
+    return lines
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
 
 
 def _is_collective(node: CallNode) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ BUCKET_BYTES = 256 << 20
 ALL_REDUCE = "_c10d_functional::all_reduce"
 WRAP = "_c10d_functional::_wrap_tensor_autograd"
 WAIT = "_c10d_functional::wait_tensor"
+
+# Meshbook's functions around a step of an optimizer.
+BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
 
 # Views that equal their input if they have its size, strides and dtype, and all views that are made from sizes alone.
 MAYBE_IDENTITY_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::expand", "aten::alias", "aten::detach")
@@ -60,6 +63,16 @@ class CallNode:
     nbytes: int = 0
     merge_key: tuple[Any, ...] = ()  # of an all-reduce: equal for those that can be merged
     is_identity: bool = False  # its result has the size, the strides and the dtype of its first argument
+    template: str = ""  # of an opaque call: the function of the recorded operation
+    mutated: list[str] = field(default_factory=list)  # names of the inputs that it mutates
+    is_view: bool = False
+    is_whole_view: bool = False  # its results have all numbers of its first argument
+    result_bytes: int = 0  # of new results
+
+    @property
+    def called(self) -> str:
+        """The name of the operation: "aten::mm"."""
+        return self.template or self.op_name
 
 
 def merge_all_reduces(nodes: list[CallNode], input_storages: frozenset[int]) -> tuple[list[CallNode], tuple[int, ...]]:
@@ -188,6 +201,7 @@ class _KnownViews:
         if not self._replacements.keys().isdisjoint(node.inputs):
             node.args, node.kwargs = pytree.tree_map(_ref_replacer(self._replacements), (node.args, node.kwargs))
             node.inputs = [self._replacements.get(name, name) for name in node.inputs]
+            node.mutated = [self._replacements.get(name, name) for name in node.mutated]
 
     def is_redundant(self, node: CallNode) -> bool:
         """Record a view; return whether another tensor replaces it."""

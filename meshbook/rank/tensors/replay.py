@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshbook.rank.tensors import engine
-from meshbook.rank.tensors.agreement import BEGIN, END
+from meshbook.rank.tensors import engine, watching
 from meshbook.rank.tensors.lowering import CannotLower, Lowering, is_same_number, wait_local_tensor
 from meshbook.rank.tensors.lowering_codegen import GENERATED_FILE, Lowered
+from meshbook.rank.tensors.lowering_passes import BEGIN, END
 from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.wire.messages import Frame
@@ -91,6 +91,7 @@ class StepReplayer:
     first_call: int
     templates: dict[int, CompiledTemplate] = field(default_factory=dict)
     lowered: Lowered | None = None
+    running: Lowered | None = None  # what runs of it: `lowered`, or with what a sentinel looks at
     lowering_failure: str | None = None  # why it could not be lowered
     lowered_floats: list[float] = field(default_factory=list)  # values at the time of lowering
     constant_floats: tuple[int, ...] = ()  # floats that must be unchanged
@@ -125,10 +126,13 @@ class StepReplayer:
                 return self._run_and_lower(inputs, floats)
             return self._run_op_by_op(inputs, floats)
         locals_ = [wait_local_tensor(tensor) for tensor in inputs]
+        watcher = watching.current_ops
+        self.running = lowered if watcher is None else lowered.watched
         try:
-            results = lowered.run(locals_, floats)
+            watch = None if watcher is None else watcher.of_recorded(self.recorded.frames)
+            results = self.running.run(locals_, floats, watch)
         except Exception as error:
-            raise self._annotate_error(error, lowered.op_index_of(error)) from error
+            raise self._annotate_error(error, self.running.op_index_of(error)) from error
         return [
             result if spec is None else DTensor(result, spec, requires_grad=False)  # type: ignore[no-untyped-call]
             for result, spec in zip(results, self.result_specs, strict=True)
@@ -148,22 +152,34 @@ class StepReplayer:
         values = dict(enumerate(inputs))
         for index, op in enumerate(self.recorded.ops):
             try:
-                self._run_op(op, values, floats)
+                self._run_op(index, op, values, floats)
             except Exception as error:
                 raise self._annotate_error(error, index) from error
         return [values[index_of_value] for index_of_value in self.recorded.results]
 
-    def _run_op(self, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
-        self._call_op(op, [values[index] for index in op.inputs], floats, values)
+    def _run_op(self, index: int, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
+        self._call_op(op, [values[of] for of in op.inputs], floats, values, watching.runner(), self._frame_of(index))
 
-    def _call_op(self, op: RecordedOp, inputs: list[Any], floats: Sequence[float], values: dict[int, Any]) -> None:
+    def _call_op(
+        self,
+        op: RecordedOp,
+        inputs: list[Any],
+        floats: Sequence[float],
+        values: dict[int, Any],
+        run: Callable[..., Any],
+        frame: Frame | None = None,
+    ) -> None:
+        """Run an operation by `watching.runner()` and store its results."""
         own_floats = floats[op.first_float : op.first_float + op.num_floats]
         template = self.templates[op.template]
-        result = template.run(inputs, own_floats)
+        result = run(template, inputs, own_floats, frame)
         if template.returns_one:
             values[op.outputs[0]] = result
         else:
             template.store(result, op.outputs, values)
+
+    def _frame_of(self, index: int) -> Frame | None:
+        return self.recorded.frames[index] if index < len(self.recorded.frames) else None
 
     # ---- lowering
 
@@ -179,9 +195,9 @@ class StepReplayer:
                 try:
                     with lowering.operation(index, op.first_float, own_floats):
                         if index in self.opaque_ops:
-                            self._run_opaque(lowering, op, values, floats)
+                            self._run_opaque(lowering, index, op, values, floats)
                         else:
-                            self._run_op(op, values, floats)
+                            self._run_op(index, op, values, floats)
                 except Exception as error:
                     raise self._annotate_error(error, index) from error
             results = [values[index_of_value] for index_of_value in self.recorded.results]
@@ -224,14 +240,16 @@ class StepReplayer:
             return None
         return tuple(slot for slot, found in enumerate(is_constant) if found)
 
-    def _run_opaque(self, lowering: Lowering, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
+    def _run_opaque(
+        self, lowering: Lowering, index: int, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]
+    ) -> None:
         template = self.templates[op.template]
-        inputs = [values[index] for index in op.inputs]
+        inputs = [values[of] for of in op.inputs]
         specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in inputs]
         pieces = [wait_local_tensor(tensor) for tensor in inputs]
         results: dict[int, Any] = {}
         with _disable_current_modes():
-            self._call_op(op, inputs, floats, results)
+            self._call_op(op, inputs, floats, results, watching.runner(), self._frame_of(index))
         values.update(results)
 
         def call(locals_: Sequence[torch.Tensor], own: Sequence[float]) -> list[torch.Tensor]:
@@ -245,25 +263,25 @@ class StepReplayer:
             )
             new_results: dict[int, Any] = {}
             shifted_op = RecordedOp(op.template, op.inputs, op.outputs, 0, op.num_floats)
-            self._call_op(shifted_op, wrapped, own, new_results)
+            self._call_op(shifted_op, wrapped, own, new_results, watching.run_unwatched)
             return [wait_local_tensor(new_results[index]) for index in op.outputs]
 
         with _disable_current_modes():
             outs = [wait_local_tensor(values[index]) for index in op.outputs]
-        lowering.opaque_call(call, pieces, outs)
+        lowering.opaque_call(call, pieces, outs, template.name, mutates=template.mutates, is_view=template.is_view)
 
     def _annotate_error(self, error: Exception, index: int | None) -> Exception:
         if index is None:
             return error
         op = self.recorded.ops[index]
-        frame = self.recorded.frames[index] if index < len(self.recorded.frames) else None
+        frame = self._frame_of(index)
         line = f", issued at {os.path.basename(frame.file)}:{frame.line}" if frame is not None else ""
         error.add_note(f"in operation {index} of the recorded step, {self.templates[op.template].name}{line}")
         return error
 
     def op_of_line(self, generated_line: int) -> tuple[str, Frame | None]:
         """Return the operation and frame of a generated line; see `engine.GENERATED_CODE`."""
-        index = None if self.lowered is None else self.lowered.op_index_by_line.get(generated_line)
+        index = None if self.running is None else self.running.op_index_by_line.get(generated_line)
         if index is None or index >= len(self.recorded.frames):
             return "a recorded step", None
         name = display_name(self.templates[self.recorded.ops[index].template].name)

@@ -27,6 +27,7 @@ class CompiledTemplate:
         "_new_outputs",
         "_placements",
         "communicates",
+        "constants",
         "default_dtype",
         "is_view",
         "mutates",
@@ -59,6 +60,7 @@ class CompiledTemplate:
             return device if isinstance(leaf, torch.device) else leaf
 
         args, kwargs = pytree.tree_map(fill_placeholder, (message.args, message.kwargs))
+        self.constants = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is float]
         self.num_in, self.num_floats, self._call = _make_caller(function, args, kwargs)
         if self.seeded:
             self.num_floats += 1

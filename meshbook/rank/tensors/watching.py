@@ -6,13 +6,16 @@ Ranks work as well without one. Main thread only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.rank.tensors.operators import FUNCTIONS
+from meshbook.rank.tensors.templates import CompiledTemplate
+from meshbook.rank.tensors.watched_ops import RecordedWatcher
+from meshbook.wire.messages import Frame
 
 
 class TrainingWatcher(Protocol):
@@ -34,10 +37,35 @@ class TrainingWatcher(Protocol):
         """A GradScaler has scaled a loss, and may skip the step; or it has ended its step."""
 
 
+# An operation's number in its engine, or, of a recorded step's, the notebook's line; None: that is not known.
+Issued = int | Frame | None
+
+
+class OpsWatcher(Protocol):
+    """What runs operations in place of their templates."""
+
+    def run(self, template: CompiledTemplate, inputs: list[Any], floats: Sequence[float], issued: Issued) -> Any:
+        """Run an operation and return its result. Raises what the operation does."""
+
+    def of_recorded(self, frames: Sequence[Frame | None]) -> RecordedWatcher:
+        """Return what watches a recorded step, whose operations were issued at these lines."""
+
+
 # The sentinel of this rank, while it is on.
 current_watcher: TrainingWatcher | None = None
+# What it has the operations of the running batch looked at by.
+current_ops: OpsWatcher | None = None
 # Whether a module runs of which the notebook has the parameters.
 is_in_module = False
+
+
+def runner() -> Callable[[CompiledTemplate, list[Any], Sequence[float], Issued], Any]:
+    """Return what runs operations of this batch: see `OpsWatcher.run`."""
+    return run_unwatched if current_ops is None else current_ops.run
+
+
+def run_unwatched(template: CompiledTemplate, inputs: list[Any], floats: Sequence[float], issued: Issued) -> Any:
+    return template.run(inputs, floats)
 
 
 @contextlib.contextmanager
