@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import sys
-import time
+from time import CLOCK_BOOTTIME, clock_gettime
 from typing import Any
 
 from meshbook.clock import monotonic
@@ -31,7 +31,7 @@ class StartedProcesses:
     def begin_call(self, call_id: str) -> None:
         """Record that a call begins."""
         self._interrupted.clear()
-        self._call = (call_id, int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S))
+        self._call = (call_id, int(clock_gettime(CLOCK_BOOTTIME) * _TICKS_PER_S))
 
     def interrupt(self, call_id: str, *, hard: bool) -> None:
         """Send those of this call SIGINT; with `hard`, SIGKILL to those that have been sent one. Any thread."""
