@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -357,8 +357,15 @@ def make_spec(
         lost_after_s=defaults.lost_after_s,
         lease_s=defaults.lease_s(),
         project=project,
-        sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
+        sys_path=tuple(dict.fromkeys(_import_folders())),
     )
+
+
+def _import_folders() -> Iterator[str]:
+    """Yield where modules are looked for; "", which IPython has, is whichever folder a cell has gone to (`%cd`)."""
+    for path in sys.path:
+        if os.path.isdir(path or "."):
+            yield from ([os.path.abspath(path)] if path else ["", os.path.abspath(path)])
 
 
 def choose_project(sync: bool | Sequence[str], *, uv: bool) -> messages.ProjectSpec | None:

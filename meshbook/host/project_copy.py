@@ -284,7 +284,7 @@ class ProjectCopy:
 
     def _moved(self, path: str) -> Path | None:
         """Return the place in the copy of a path of the supervisor's machine; None: it is not of the project."""
-        if not project_files.is_within(path, self._root):
+        if not path or not project_files.is_within(path, self._root):  # "": the current folder, wherever that is
             return None
         return self.path / os.path.relpath(path, self._root)
 

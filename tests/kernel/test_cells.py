@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,16 @@ def test_autoreload_brings_a_changed_module_to_the_ranks(shared: FrontEnd, tmp_p
         assert shared.run("reloaded_by_test.answer").result == "42"
     finally:
         shared.run("%autoreload 0\ndel sys.path[0]")
+
+
+def test_modules_of_the_folder_that_a_cell_has_gone_to_are_found(shared: FrontEnd, tmp_path: Path) -> None:
+    (tmp_path / "beside_a_test.py").write_text("answer = 42")
+    shared.run("import os\nbefore = os.getcwd()")
+    try:
+        assert shared.run(f"%cd {tmp_path}\nimport beside_a_test").status == "ok"
+        assert shared.run("beside_a_test.answer").result == "42"
+    finally:
+        shared.run("os.chdir(before)")
 
 
 def test_a_controller_cell_runs_in_the_notebooks_own_process(shared: FrontEnd) -> None:
