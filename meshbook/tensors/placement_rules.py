@@ -127,6 +127,16 @@ def _logical_reduction(args: Any, specs: Specs, mesh_shape: Sequence[int]) -> Mo
     return reduce_partial(specs[:1])
 
 
+def _products_of_integers(args: Any, specs: Specs, mesh_shape: Sequence[int]) -> Moves:
+    """Replicate integers: DTensor would divide what is added by the number of the sum's terms, to a fraction."""
+    return () if specs[0].is_inexact or specs[0].placements is None else replicate(specs, len(mesh_shape))
+
+
+def _complex_product(args: Any, specs: Specs, mesh_shape: Sequence[int]) -> Moves:
+    """Replicate complex numbers along what is multiplied: no backend multiplies them over ranks."""
+    return _scan(args, specs, mesh_shape, _dim_arg_or_all) if specs[0].dtype.is_complex else ()
+
+
 def _embedding(args: Any, specs: Specs, mesh_shape: Sequence[int]) -> Moves:
     """Replicate the indices along axes that shard rows of the weight.
 
@@ -148,6 +158,11 @@ _RULES: dict[Any, Callable[[Any, Specs, Sequence[int]], Moves]] = {
     aten.convolution_backward.default: partial(_convolution, image=1),
     aten.linalg_solve_triangular.default: _equal_placements,
     aten.embedding.default: _embedding,
+    aten.addmm.default: _products_of_integers,
+    aten.addmv.default: _products_of_integers,
+    aten.baddbmm.default: _products_of_integers,
+    aten.prod.default: _complex_product,
+    aten.prod.dim_int: _complex_product,
     aten.any.default: _logical_reduction,
     aten.any.dim: _logical_reduction,
     aten.any.dims: _logical_reduction,

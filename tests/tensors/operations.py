@@ -330,6 +330,20 @@ OPERATIONS: dict[str, Operation] = {
     "linear": Operation(F.linear, ((8, 12),), ((6, 12), (6,))),
     "linear 3-d": Operation(F.linear, ((4, 6, 12),), ((6, 12), (6,))),
     "addmm": Operation(lambda x, b, w: torch.addmm(b, x, w), ((8, 12),), ((6,), (12, 6))),
+    "products of integers": Operation(
+        lambda i, j: [
+            torch.addmm(i[:1, :1], i, j.t(), alpha=2),
+            torch.addmv(i[:, 0], i, j[0]),
+            torch.baddbmm(i[None], i[None], j[None, :6]),
+        ],
+        pair(8, 6),
+        kind="index",
+        grads=False,
+        exact=True,
+    ),
+    "product of complex numbers": Operation(
+        lambda x: [torch.complex(x, x + 1).prod(d).abs() for d in (0, 1)], ((4, 3),)
+    ),
     "bmm": Operation(lambda x, y: torch.bmm(x, y.transpose(1, 2)), pair(4, 6, 8)),
     "matmul 4-d": Operation(lambda x, y: x @ y.transpose(-1, -2), pair(4, 2, 6, 8)),
     "mv": Operation(lambda x, v: x @ v, ((8, 12),), ((12,),)),

@@ -65,6 +65,14 @@ def test_indices_are_whole_where_the_weights_rows_are_cut() -> None:
     assert rules.moves_for_op(aten.embedding.default, (), [spec((10, 4), S1), indices], AXES) == ()
 
 
+def test_integers_that_are_added_to_products_are_whole_and_so_are_complex_numbers_that_are_multiplied() -> None:
+    for dtype, moves in ((torch.int64, ((1, (R,)),)), (torch.float32, ())):
+        operands = [spec((4, 4), R, dtype), spec((4, 4), S1, dtype), spec((4, 4), R, dtype)]
+        assert rules.moves_for_op(aten.addmm.default, (), operands, AXES) == moves
+    for dtype, moves in ((torch.complex64, ((0, (R,)),)), (torch.float32, ())):
+        assert rules.moves_for_op(aten.prod.dim_int, (None, 1), [spec((4, 4), S1, dtype)], AXES) == moves
+
+
 def test_terms_of_a_sum_are_added_first_and_whole_tensors_stay() -> None:
     assert rules.reduce_partial([spec((4,), P), spec((4,), R), spec((4,), S0)]) == ((0, (R,)),)
     assert rules.replicate([spec((4,), P), spec((4,), R), spec((4,), S0)], 1) == ((0, (R,)), (2, (R,)))
