@@ -285,6 +285,24 @@ def test_a_replicated_module_keeps_ties_and_its_losses_are_those_of_the_whole_ba
         torch.testing.assert_close(tensor, alone.state_dict()[name], msg=name)
 
 
+class Largest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x * self.scale
+        return [x.topk(count, 1).values for count in (1, 3, 2)]
+
+
+def test_a_replicated_module_may_call_an_operation_with_other_numbers(mesh2: Mesh) -> None:
+    x = torch.randn(8, 4)
+    for got, wanted in zip(
+        meshbook.distribute(Largest, mesh2, strategy="replicate")(rows_on(mesh2)(x)), Largest()(x), strict=True
+    ):
+        assert torch.equal(got.detach().full_tensor(), wanted.detach())
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.errors import PlacementError, UsageError
-from meshbook.rank.tensors import feeding
+from meshbook.rank.tensors import dtensor_patches, feeding
 from meshbook.rank.tensors.blocks import find_blocks
 from meshbook.rank.tensors.compiled_blocks import compile_blocks
 from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
@@ -225,6 +225,7 @@ def apply_strategy(
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Like torch's `distribute_module`, which would make a tensor that has two names two tensors."""
+    dtensor_patches.include_scalars_in_all_cache_keys()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         parameters: dict[str, Any] = submodule._parameters

@@ -251,6 +251,13 @@ def include_scalars_in_cache_key(operator: Any) -> None:
         schema_infos[operator] = updated
 
 
+def include_scalars_in_all_cache_keys() -> None:
+    """Do so for all operators that DTensor has a rule for: a module's own code may call any."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for operator in (*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs):
+        include_scalars_in_cache_key(operator)
+
+
 def with_actual_dtype(tensor: DTensor) -> DTensor:
     """Return a result with the dtype that its local tensor has.
 
