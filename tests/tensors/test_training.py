@@ -303,6 +303,25 @@ def test_a_replicated_module_may_call_an_operation_with_other_numbers(mesh2: Mes
         assert torch.equal(got.detach().full_tensor(), wanted.detach())
 
 
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).flatten(0, 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_what_a_replicated_module_flattens_is_right_whichever_dim_was_cut(mesh2: Mesh, cut: int) -> None:
+    x, weights = torch.randn(6, 4, 2), torch.randn(24, 2)
+    model = meshbook.distribute(Flat, mesh2, strategy="replicate")
+    got = model(meshbook.distribute(x, mesh2, [Shard(cut)]))
+    assert torch.equal(got.detach().full_tensor(), x.flatten(0, 1))
+    (got * meshbook.distribute(weights, mesh2)).sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), (x.flatten(0, 1) * weights).sum().reshape(1))
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -363,6 +363,18 @@ def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> I
             each.set_state(state)
 
 
+def without_strided_shards(tensor: Any) -> Any:
+    """Gather a DTensor over the axes that cut every n-th piece of a dim, which the controller cannot plan with.
+
+    torch places so what it makes of `flatten`, if an inner dim was cut. Anything else is returned as it is.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate() if type(each).__name__ == "_StridedShard" else each for each in tensor.placements]
+    with torch.set_grad_enabled(tensor.requires_grad):
+        return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
 def mix_seed(seed: int, index: int) -> int:
     """Return a seed for one of several indices; neighbours are far apart (multiples of the golden ratio)."""
     return (seed ^ (index * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1)

@@ -318,8 +318,8 @@ def _output_tensors(resident: ResidentModule, leaves: Sequence[Any]) -> list[Any
         if stays(leaf) or isinstance(leaf, torch.Tensor)
     ]
     if resident.runs_locally:  # DTensors of a submesh
-        outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
-    return outputs
+        return [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
+    return list(map(dtensor_patches.without_strided_shards, outputs))
 
 
 def _is_differentiable(output: torch.Tensor) -> bool:
