@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from meshbook.fold.lines import FoldMerger, OutputBudget
@@ -23,12 +24,16 @@ class CallOutputStream:
     """The output of one open call.
 
     Args:
-        merger: folds the output of several hosts; None: there is only one.
+        new_merger: returns what folds the output of several hosts; None: there is only one.
         on_sent: called with what is sent.
     """
 
-    def __init__(self, call: str, client: str, merger: FoldMerger | None, on_sent: OutputListener) -> None:
-        self._call, self._client, self._merger, self._on_sent = call, client, merger, on_sent
+    def __init__(
+        self, call: str, client: str, new_merger: Callable[[], FoldMerger] | None, on_sent: OutputListener
+    ) -> None:
+        self._call, self._client, self._new_merger, self._on_sent = call, client, new_merger, on_sent
+        self._merger: FoldMerger | None = None  # made with the first item: most calls print nothing
+        self._done_hosts: list[int] = []
         self._budget = OutputBudget()
         self._timer_is_set = False
         self._last_items: tuple[FoldedItem, ...] = ()  # of the only host, which has finished
@@ -39,17 +44,19 @@ class CallOutputStream:
 
     def add(self, host: int, items: tuple[FoldedItem, ...], now: float) -> list[Effect]:
         """Send output that a host reported, as far as it can be shown now."""
-        if self._merger is None:
+        if self._new_merger is None:
             return self._send(items, now)
-        self._merger.feed(host, items, now)
+        self._feed(host, items, now)
         return self._flush(now)
 
     def host_done(self, host: int, items: tuple[FoldedItem, ...], now: float) -> None:
         """Record the last output of a host; the next flush, or `finish`, contains it."""
-        if self._merger is None:
+        if self._new_merger is None:
             self._last_items = items
-        else:
-            self._merger.feed(host, items, now)
+            return
+        self._feed(host, items, now)
+        self._done_hosts.append(host)
+        if self._merger is not None:
             self._merger.host_done(host)
 
     def host_finished(self, now: float) -> list[Effect]:
@@ -67,6 +74,14 @@ class CallOutputStream:
         last = tuple(self._budget.admit((*items, *notices), now, final=True))
         self._on_sent(self._call, last, now)
         return last
+
+    def _feed(self, host: int, items: tuple[FoldedItem, ...], now: float) -> None:
+        if self._merger is None and items and self._new_merger is not None:
+            self._merger = self._new_merger()
+            for done in self._done_hosts:
+                self._merger.host_done(done)
+        if self._merger is not None:
+            self._merger.feed(host, items, now)
 
     def _flush(self, now: float) -> list[Effect]:
         items = () if self._merger is None else tuple(self._merger.flush(now, max_chars=_MAX_FLUSH_CHARS))

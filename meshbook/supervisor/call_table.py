@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -53,6 +54,7 @@ class ActiveCall:
     done_ranks: set[int] = field(default_factory=set)  # ranks whose part is known to have ended
     left_ranks: set[int] = field(default_factory=set)  # ... and that the others know to have left
     is_querying_left: bool = False  # ranks are being queried whether they have left
+    is_left_query_due: bool = False  # ... or will be by a timer
     awaiting_input: dict[int, str] = field(default_factory=dict)  # ranks that wait for input -> the client asked
     debugger: str = ""  # the client that the debugger's commands come from; "": the call's own
     deferred: SendToHosts | None = None  # not sent yet
@@ -71,7 +73,8 @@ class ActiveCall:
         """Record how the call ended on the ranks of a host."""
         self.waiting_hosts.discard(host)
         self.parts.append(parts)
-        self.done_ranks.update(rank for part in parts for rank in part.ranks)
+        for part in parts:
+            self.done_ranks.update(part.ranks)
 
     def merged_parts(self) -> Parts:
         """Return how the call ended on all ranks that are known to have finished."""
@@ -145,15 +148,11 @@ class CallTable:
         folding: messages.Folding = "numbers",
     ) -> ActiveCall:
         """Open a call; `on_end` is called when it has ended on every rank, or is abandoned."""
-        hosts = self._ranks.hosts_of(ranks)
-        merger = None
+        hosts = self._ranks.by_host(ranks)
+        new_merger = None
         if len(self._ranks.hosts) > 1:
-            merger = FoldMerger(
-                {host: tuple(rank for rank in ranks if self._ranks.host_of(rank) == host) for host in hosts},
-                mergeable=True,
-                folding=folding,
-            )
-        output = CallOutputStream(call_id, client, merger, self._monitoring.call_printed)
+            new_merger = partial(FoldMerger, hosts, mergeable=True, folding=folding)
+        output = CallOutputStream(call_id, client, new_merger, self._monitoring.call_printed)
         call = self._calls[call_id] = ActiveCall(
             CallId(call_id), client, label, ranks, now, is_main_thread, set(hosts), output, on_end, needs_all=needs_all
         )
@@ -206,7 +205,8 @@ class CallTable:
 
     def _add_part(self, call: ActiveCall, host: int, parts: Parts, now: float) -> list[Effect]:
         call.add_part(host, parts)
-        self._monitoring.ranks_finished(call.id, (rank for part in parts for rank in part.ranks), now)
+        for part in parts:
+            self._monitoring.ranks_finished(call.id, part.ranks)
         if call.waiting_hosts:
             return call.output.host_finished(now)
         return self.end(call, call.merged_parts(), now)

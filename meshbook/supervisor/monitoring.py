@@ -21,7 +21,7 @@ from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S, SnapshotRequests
-from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, CollectiveWait, StallDetector
+from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, Beat, CollectiveWait, StallDetector
 from meshbook.supervisor.telemetry import MeshTelemetry, Subscription
 from meshbook.wire import messages
 from meshbook.wire.messages import (
@@ -31,7 +31,6 @@ from meshbook.wire.messages import (
     OpenCall,
     RankDisplay,
     RankSnapshot,
-    RankStatus,
 )
 
 log = logging.getLogger("meshbook.supervisor")
@@ -85,15 +84,14 @@ class Monitoring:
         # client -> generation, subscription, time of the last update
         self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}
         self._num_subscriptions = 0
-        # rank -> its last heartbeat, and when that arrived
-        self._last_heartbeats: dict[int, tuple[RankStatus, CollectiveWait | None, float]] = {}
+        self._heard_at: dict[int, float] = {}  # rank -> when its last heartbeat arrived
         self._is_ticking = False
 
     def forget_ranks(self, ranks: Ranks) -> None:
         """Forget ranks that have left the mesh."""
         self._telemetry.forget_ranks(ranks)
         for rank in ranks:
-            self._last_heartbeats.pop(rank, None)
+            self._heard_at.pop(rank, None)
 
     # ---- client commands
 
@@ -148,9 +146,9 @@ class Monitoring:
         for item in items:
             self._stall_detector.call_printed(call, item.ranks, now)
 
-    def ranks_finished(self, call: str, ranks: Iterable[int], now: float) -> None:
+    def ranks_finished(self, call: str, ranks: Ranks) -> None:
         """Record that ranks have finished their part of a call."""
-        self._stall_detector.ranks_finished(call, set(ranks), now)
+        self._stall_detector.ranks_finished(call, ranks)
 
     def call_ended(self, call: str) -> None:
         self._calls.pop(call, None)
@@ -166,11 +164,9 @@ class Monitoring:
         self._telemetry.update_ranks(report.ranks, self._state.ranks_awaiting_input())
         self._telemetry.sample_series(at, [metrics.rank for metrics in report.metrics])
         for info in report.ranks:
-            status = self._telemetry.ranks[info.rank]
-            waiting = self._telemetry.oldest_open_collective(info.rank)
-            wait = None if waiting is None else CollectiveWait(_possible_waiters(waiting), at - waiting.began_at)
-            self._last_heartbeats[info.rank] = (status, wait, now)
-            self._stall_detector.heartbeat(status, wait, now)
+            self._heard_at[info.rank] = now
+            if self._calls:
+                self._stall_detector.heartbeat(*self._last_heartbeat(info.rank), now)
         effects: list[Effect] = []
         for call in [call for call in self._findings if not self._stall_detector.is_stalled(call, now)]:
             del self._findings[call]  # it makes progress again, so its findings no longer hold
@@ -179,6 +175,13 @@ class Monitoring:
                 self._standing_still.discard(call)
                 effects.append(self._notify(call, "this cell goes on"))
         return effects
+
+    def _last_heartbeat(self, rank: int) -> tuple[Beat, CollectiveWait | None]:
+        """Return what a rank's last heartbeat says, and the collective that it was in then."""
+        at = self._state.wall_time(self._heard_at[rank])
+        waiting = self._telemetry.oldest_open_collective(rank)
+        wait = None if waiting is None else CollectiveWait(_possible_waiters(waiting), at - waiting.began_at)
+        return self._telemetry.last_beat(rank), wait
 
     def snapshots_received(self, host: int, report: messages.SnapshotReply, now: float) -> list[Effect]:
         return self._finish_request(report.call, now) if self._snapshot_requests.add_reply(host, report) else []
@@ -231,10 +234,10 @@ class Monitoring:
     # ---- stalled cells
 
     def _tick(self, now: float) -> list[Effect]:
-        for status, wait, received_at in self._last_heartbeats.values():  # hosts that send no heartbeats any more
-            if now - received_at > 3 * _TICK_S:
-                age = status.beat_age_s + int(now - received_at)
-                self._stall_detector.heartbeat(msgspec.structs.replace(status, beat_age_s=age), wait, now)
+        for rank, received_at in self._heard_at.items():
+            if now - received_at > 3 * _TICK_S:  # its host sends no heartbeats any more
+                beat, wait = self._last_heartbeat(rank)
+                self._stall_detector.heartbeat(beat._replace(age_s=beat.age_s + int(now - received_at)), wait, now)
         effects: list[Effect] = []
         for call in self._stall_detector.start_due_probes(now):
             effects += self._start_probe(_StallProbe(call, self._calls[call][1]), now)

@@ -17,7 +17,8 @@ from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 
-# Seconds until ranks that have finished a call, but may still take part in its collectives, are queried again.
+# Seconds until ranks that have finished a call well are queried, and until those are queried again that may still take
+# part in its collectives.
 _RECHECK_LEFT_S = 1.0
 
 
@@ -46,18 +47,30 @@ class PositionQueries:
 
     def query_left(self, call: ActiveCall, now: float) -> list[Effect]:
         """Query the ranks that finished a call in which others continue: have they certainly left its collectives?"""
-        exited = self._ranks.exited
-        newly_done = tuple(
-            rank for rank in call.ranks if rank in call.done_ranks - call.left_ranks and rank not in exited
-        )
-        has_groups = self._groups.status in ("ready", "broken") and not exited
-        may_query = call.is_main_thread and not call.is_stopped and not call.is_querying_left
-        if not has_groups or not may_query or not newly_done or len(call.done_ranks) >= len(call.ranks):
+        call.is_left_query_due = False
+        newly_done = call.done_ranks - call.left_ranks if self._may_leave(call) else ()
+        if not newly_done or call.is_stopped or call.is_querying_left:
             return []
         call.is_querying_left = True
         return self._query(
-            "left", call.id, newly_done, now, lambda query, parts, now: self._left_ranks_received(call, parts)
+            "left",
+            call.id,
+            tuple(rank for rank in call.ranks if rank in newly_done),
+            now,
+            lambda query, parts, now: self._left_ranks_received(call, parts),
         )
+
+    def query_left_later(self, call: ActiveCall) -> list[Effect]:
+        """Query them in a while, if others continue then: mostly all ranks end a call at about the same time."""
+        if call.is_left_query_due or not self._may_leave(call):
+            return []
+        call.is_left_query_due = True
+        return [SetTimer(f"left {call.id}", _RECHECK_LEFT_S)]
+
+    def _may_leave(self, call: ActiveCall) -> bool:
+        """Whether ranks that have finished a call may be missed by others, which continue."""
+        has_groups = self._groups.status in ("ready", "broken") and not self._ranks.exited
+        return has_groups and call.is_main_thread and len(call.done_ranks) < len(call.ranks)
 
     def _query(self, kind: str, about: CallId, ranks: Ranks, now: float, on_end: Continuation) -> list[Effect]:
         self._num_queries += 1
@@ -94,5 +107,5 @@ class PositionQueries:
                 self._ranks.send(remaining, messages.RanksLeft(call=call.id, ranks=remaining, left_positions=left))
             )
         if call.done_ranks - call.left_ranks:
-            effects.append(SetTimer(f"left {call.id}", _RECHECK_LEFT_S))
+            effects += self.query_left_later(call)
         return effects

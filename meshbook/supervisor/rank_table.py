@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -12,6 +13,9 @@ from meshbook.ids import Ranks, name_ranks
 from meshbook.supervisor.effects import SendToHosts
 from meshbook.wire import messages
 from meshbook.wire.messages import OutcomeGroup, RankExited, RankInfo
+
+# Sets of ranks of which it is remembered which host has which: most calls are on all ranks, or on a few sets in turn.
+_MAX_RANK_SETS = 16
 
 
 class RankTable:
@@ -25,6 +29,8 @@ class RankTable:
     def __init__(self) -> None:
         self.changes: list[tuple[str, str]] = []
         self._host_of: dict[int, int] = {}
+        self._by_host: dict[Ranks, dict[int, Ranks]] = {}  # of sets of ranks that were asked for
+        self._all: Ranks = ()
         self._infos: dict[int, RankInfo] = {}
         self._reported_at: dict[int, float] = {}  # when their hosts last reported them
         self._exited: dict[int, RankExited] = {}
@@ -36,6 +42,7 @@ class RankTable:
         """Create the ranks of a mesh that starts, and assign them to hosts."""
         self._host_of = assign_hosts(world_size, num_hosts)
         self._infos = {rank: RankInfo(rank=rank, state="starting", host="") for rank in range(world_size)}
+        self._ranks_changed()
 
     # ---- inputs
 
@@ -68,6 +75,8 @@ class RankTable:
         present = {
             info.rank for info in ranks if info.rank in known and known[info.rank].incarnation == info.incarnation
         }
+        if len(present) == len(ranks) and all(metrics.rank in present for metrics in report.metrics):
+            return report
         return msgspec.structs.replace(
             report,
             ranks=tuple(info for info in ranks if info.rank in present),
@@ -151,9 +160,11 @@ class RankTable:
             self._exited.pop(rank, None)
             self._problems.pop(rank, None)
         self._leaving = frozenset()
-        candidates, hostnames = list(hosts), {host: self._infos[rank].host for rank, host in self._host_of.items()}
+        candidates, sizes = list(hosts), Counter(self._host_of.values())
+        hostnames = {host: self._infos[rank].host for rank, host in self._host_of.items()}
         for rank in range(len(self._infos), world_size):
-            host = self._host_of[rank] = min(candidates, key=lambda host: (len(self.on_host(host)), host))
+            host = self._host_of[rank] = min(candidates, key=lambda host: (sizes[host], host))
+            sizes[host] += 1
             name, before = hostnames.get(host, ""), self._left_incarnations.pop(rank, -1)
             self._infos[rank] = RankInfo(rank=rank, state="dead", host=name, incarnation=before)
             self._exited[rank] = RankExited(
@@ -166,6 +177,11 @@ class RankTable:
                 last_collective=None,
                 cause="has not been started",
             )
+        self._ranks_changed()
+
+    def _ranks_changed(self) -> None:
+        self._all = tuple(sorted(self._infos))
+        self._by_host.clear()
 
     # ---- queries
 
@@ -177,11 +193,11 @@ class RankTable:
 
     @property
     def all(self) -> Ranks:
-        return tuple(sorted(self._infos))
+        return self._all
 
     @property
     def living(self) -> Ranks:
-        return tuple(rank for rank in sorted(self._infos) if rank not in self._exited)
+        return tuple(rank for rank in self._all if rank not in self._exited) if self._exited else self._all
 
     @property
     def exited(self) -> Mapping[int, RankExited]:
@@ -190,7 +206,7 @@ class RankTable:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        return tuple(sorted(set(self._host_of.values())))
+        return self.hosts_of(self._all)
 
     def info(self, rank: int) -> RankInfo:
         """Return what the rank's host last reported of it, and what is known of its GPU."""
@@ -205,10 +221,23 @@ class RankTable:
         return self._host_of[rank]
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted({self._host_of[rank] for rank in ranks}))
+        return tuple(self.by_host(tuple(ranks)))
+
+    def by_host(self, ranks: Ranks) -> Mapping[int, Ranks]:
+        """Return the hosts of these ranks in order, and which of the ranks each has."""
+        found = self._by_host.get(ranks)
+        if found is None:
+            members: dict[int, list[int]] = {}
+            for rank in ranks:
+                members.setdefault(self._host_of[rank], []).append(rank)
+            found = {host: tuple(members[host]) for host in sorted(members)}
+            if len(self._by_host) >= _MAX_RANK_SETS:
+                self._by_host.clear()
+            self._by_host[ranks] = found
+        return found
 
     def on_host(self, host: int) -> Ranks:
-        return tuple(rank for rank, host_of_rank in self._host_of.items() if host_of_rank == host)
+        return self.by_host(self._all).get(host, ())
 
     def send(self, ranks: Ranks, message: messages.HostCommand, body: bytes | None = None) -> SendToHosts:
         """Return the effect that sends a message to the hosts of these ranks."""

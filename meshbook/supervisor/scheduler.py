@@ -213,7 +213,7 @@ class CallScheduler:
 
     def progressed(self, report: messages.CallProgressed, now: float) -> list[Effect]:
         """Record which ranks have finished their part of a call."""
-        self._monitoring.ranks_finished(report.call, report.done, now)
+        self._monitoring.ranks_finished(report.call, report.done)
         call = self._calls.get(report.call)
         if call is None:
             return []
@@ -229,7 +229,12 @@ class CallScheduler:
         call = self._calls.get(report.call)
         if call is not None and call.needs_all and not call.failure and (failure := first_failure(report.outcomes)):
             effects += self._give_up(call, failure)
-        return [*effects, *self.query_left(report.call, now)]
+        if call is None or not self.ends_on_error:
+            return effects
+        ended_well = all(part.outcome.status == "ok" for part in report.outcomes)
+        return effects + (
+            self._positions.query_left_later(call) if ended_well else self._positions.query_left(call, now)
+        )
 
     def _give_up(self, call: ActiveCall, failure: str) -> list[Effect]:
         """Have the ranks that still run a call which another has failed in give it up: they would wait for that one."""

@@ -17,7 +17,7 @@ from meshbook.wire.messages import METRICS, CurveDump, RankStatus, RingDump
 # Steps in seconds, and how many of each are stored: three minutes by the second, an hour by ten, twelve by two minutes.
 LEVELS = ((1.0, 180), (10.0, 360), (120.0, 360))
 
-_STORED_METRICS = tuple(name for name, metric in METRICS.items() if metric.chart)
+STORED_METRICS = tuple(name for name, metric in METRICS.items() if metric.chart)
 
 # Limits of all curves together: points, and names of scalars; names made from a counter must not fill memory.
 _MAX_POINTS = 400_000
@@ -90,7 +90,7 @@ class Series:
     def sample(self, at: float, ranks: Iterable[RankStatus]) -> None:
         """Record the current metrics of ranks."""
         for rank in ranks:
-            for metric in _STORED_METRICS:
+            for metric in STORED_METRICS:
                 value = getattr(rank, metric)
                 if value is not None:
                     self.put(metric, rank.rank, at, value)

@@ -8,11 +8,11 @@ reported. Pure: time is passed in as seconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshbook.ids import Ranks
-from meshbook.wire.messages import RankStatus
 
 # Seconds without progress before ranks are probed. With a second snapshot 2 s later, and heartbeats that are up to 2 s
 # old, the result is there within 13 s; a step of a real training loop, or loading a file, is mostly shorter.
@@ -39,6 +39,18 @@ def read_stall_timeout(environ: Mapping[str, str]) -> float:
         return STALL_S
 
 
+class Beat(NamedTuple):
+    """What a heartbeat of a rank says of its progress."""
+
+    rank: int
+    line: int | None  # of the cell
+    awaiting_input: bool = False
+    age_s: int = 0  # whole seconds; 0 while heartbeats arrive regularly
+    cpu_percent: int | None = None  # of one core
+    num_collectives: int | None = None
+    num_steps: int | None = None
+
+
 @dataclass(frozen=True)
 class CollectiveWait:
     """The oldest collective that a rank is in."""
@@ -51,7 +63,7 @@ class CollectiveWait:
 class _RankProgress:
     """One rank's progress in a call."""
 
-    status: RankStatus | None = None  # of its last heartbeat
+    beat: Beat | None = None  # the last one
     wait: CollectiveWait | None = None
     lines: set[int | None] = field(default_factory=set)  # lines reached since the last progress
     last_progress_at: float = 0.0  # when it last printed, logged or started a collective
@@ -60,7 +72,7 @@ class _RankProgress:
     @property
     def is_computing(self) -> bool:
         """Whether it is busy and not waiting for others: waiting for a GPU keeps a core busy too."""
-        return self.status is not None and (self.status.cpu_percent or 0.0) >= _BUSY_PERCENT and self.wait is None
+        return self.beat is not None and (self.beat.cpu_percent or 0.0) >= _BUSY_PERCENT and self.wait is None
 
 
 @dataclass
@@ -68,13 +80,20 @@ class _CallProgress:
     """One running call."""
 
     call: str
-    ranks: dict[int, _RankProgress]
+    running: set[int]  # ranks whose part has not ended
     began_at: float
+    seen: dict[int, _RankProgress] = field(default_factory=dict)  # of ranks that something was heard of since
     next_probe_at: float = 0.0  # no probe before this time
     num_probes: int = 0
     is_reported: bool = False  # a finding was reported to the user
     is_concluded: bool = False
     is_probing: bool = False
+
+    def progress(self, rank: int) -> _RankProgress:
+        """Return the progress of a rank that runs the call. Made when it is first asked for: most calls are short."""
+        if (progress := self.seen.get(rank)) is None:
+            progress = self.seen[rank] = _RankProgress(last_progress_at=self.began_at, last_moved_at=self.began_at)
+        return progress
 
 
 class StallDetector:
@@ -90,12 +109,7 @@ class StallDetector:
         self._calls: dict[str, _CallProgress] = {}
 
     def call_began(self, call: str, ranks: Iterable[int], now: float) -> None:
-        self._calls[call] = _CallProgress(
-            call,
-            {rank: _RankProgress(last_progress_at=now, last_moved_at=now) for rank in ranks},
-            now,
-            next_probe_at=now + self._stall_s,
-        )
+        self._calls[call] = _CallProgress(call, set(ranks), now, next_probe_at=now + self._stall_s)
 
     def call_ended(self, call: str) -> None:
         self._calls.pop(call, None)
@@ -105,31 +119,30 @@ class StallDetector:
         call_progress = self._calls.get(call)
         if call_progress is not None:
             for rank in ranks:
-                if rank in call_progress.ranks:
-                    self._record_progress(call_progress.ranks[rank], now)
+                if rank in call_progress.running:
+                    self._record_progress(call_progress.progress(rank), now)
 
-    def ranks_finished(self, call: str, ranks: Collection[int], now: float) -> None:
+    def ranks_finished(self, call: str, ranks: Iterable[int]) -> None:
         """Remove ranks that finished their part; the others may still wait."""
         call_progress = self._calls.get(call)
         if call_progress is not None:
-            for rank in [rank for rank in call_progress.ranks if rank in ranks]:
-                del call_progress.ranks[rank]
+            call_progress.running.difference_update(ranks)
 
-    def heartbeat(self, status: RankStatus, wait: CollectiveWait | None, now: float) -> None:
+    def heartbeat(self, beat: Beat, wait: CollectiveWait | None, now: float) -> None:
         """Record the heartbeat of a rank.
 
         Args:
             wait: the collective that it is in, if any.
         """
         for call_progress in self._calls.values():
-            rank = call_progress.ranks.get(status.rank)
-            if rank is None:
+            if beat.rank not in call_progress.running:
                 continue
-            previous, rank.status, rank.wait = rank.status, status, wait
-            if previous is not None and _counts(previous) != _counts(status):
+            rank = call_progress.progress(beat.rank)
+            previous, rank.beat, rank.wait = rank.beat, beat, wait
+            if previous is not None and _counts(previous) != _counts(beat):
                 self._record_progress(rank, now)
-            if status.line not in rank.lines and len(rank.lines) < _MAX_LINES:
-                rank.lines.add(status.line)
+            if beat.line not in rank.lines and len(rank.lines) < _MAX_LINES:
+                rank.lines.add(beat.line)
                 rank.last_moved_at = now
 
     def _record_progress(self, rank: _RankProgress, now: float) -> None:
@@ -181,12 +194,12 @@ class StallDetector:
         return is_certain or not call_progress.is_reported
 
     def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:
-        ranks = call_progress.ranks
-        if not ranks or any(rank.status is not None and rank.status.awaiting_input for rank in ranks.values()):
+        ranks = {rank: call_progress.progress(rank) for rank in call_progress.running}
+        if not ranks or any(rank.beat is not None and rank.beat.awaiting_input for rank in ranks.values()):
             return False  # the prompt is visible under the cell: the user knows that it waits for input
         progress_since = now - self._stall_s
         for rank in ranks.values():
-            if rank.status is not None and rank.status.beat_age_s >= self._stall_s:
+            if rank.beat is not None and rank.beat.age_s >= self._stall_s:
                 return True  # it keeps the GIL, or is stopped
             if rank.wait is not None and rank.wait.seconds >= self._stall_s:
                 others = [ranks[other] for other in rank.wait.ranks if other in ranks]
@@ -199,6 +212,6 @@ class StallDetector:
         return True
 
 
-def _counts(status: RankStatus) -> tuple[object, ...]:
+def _counts(beat: Beat) -> tuple[object, ...]:
     """Return what changes only if the rank makes progress."""
-    return status.num_collectives, status.num_steps, status.awaiting_input
+    return beat.num_collectives, beat.num_steps, beat.awaiting_input

@@ -302,7 +302,7 @@ class MeshState:
 
     def _refuse_unknown_ranks(self, client: Client, command: Any) -> list[Effect]:
         """Refuse a command that names no ranks, or ranks that are not in this mesh."""
-        unknown = [rank for rank in command.ranks if rank not in self._ranks]
+        unknown = [] if command.ranks == self._ranks.all else [one for one in command.ranks if one not in self._ranks]
         if not unknown and command.ranks:
             return []
         problem = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"

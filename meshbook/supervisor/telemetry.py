@@ -7,16 +7,18 @@ little, so numbers are rounded to visible precision.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from meshbook.diagnose.findings import Finding
 from meshbook.ids import CallId
-from meshbook.supervisor.series import Curves, Series
+from meshbook.supervisor.series import STORED_METRICS, Curves, Series
+from meshbook.supervisor.stalls import Beat
 from meshbook.wire.messages import (
     CollectiveInfo,
     CollectiveStatus,
@@ -50,17 +52,26 @@ class MeshTelemetry:
         self.series = Series()
         self.scalars = Curves()
         self.mesh = MeshSummary()
-        self.ranks: dict[int, RankStatus] = {}
         self.calls: tuple[str, ...] = ()  # the cells that run
         self.findings: tuple[Finding, ...] = ()
         self.collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # by rank
         self.collective_changes = RecentEvents[CollectiveStatus](_MAX_COLLECTIVES_PER_UPDATE)
         self.new_scalars = RecentEvents[ScalarPoint](_MAX_SCALARS_PER_UPDATE)
         self._open_collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # by rank
-        self._dirty_ranks: set[int] = set()  # ranks with metrics received since their RankStatus was built
-        self._built_from: dict[int, tuple[RankInfo, bool]] = {}  # rank -> the inputs of its RankStatus
-        self._metrics: dict[int, dict[str, Any]] = {}  # rank -> fields of its RankStatus
+        self._ranks: dict[int, RankStatus] = {}
+        self._dirty_ranks: set[int] = set()  # ranks of which something was received since their RankStatus was built
+        self._infos: dict[int, tuple[RankInfo, bool]] = {}  # rank -> what its host reports, whether it awaits input
+        self._metrics: dict[int, dict[str, Any]] = {}  # rank -> fields of its RankStatus, not rounded
         self._collective_counts: dict[int, tuple[float, int]] = {}  # rank -> time, number of collectives
+
+    @property
+    def ranks(self) -> dict[int, RankStatus]:
+        """The current status of each rank. Built when it is asked for: of a mesh that idles, nobody may ask."""
+        for rank in sorted(self._dirty_ranks):
+            if rank in self._infos:
+                self._ranks[rank] = self._build_rank(*self._infos[rank])
+                self._dirty_ranks.discard(rank)
+        return self._ranks
 
     # ---- inputs
 
@@ -74,16 +85,17 @@ class MeshTelemetry:
             if at > counted_at:
                 values["collectives_per_s"] = (metrics.health.num_collectives - count) / (at - counted_at)
             self._collective_counts[rank] = (at, metrics.health.num_collectives)
-            rounded = {name: _round(name, value) for name, value in values.items()}
-            self._metrics.setdefault(rank, {}).update(rounded)
+            self._metrics.setdefault(rank, {}).update(values)
         self._update_collectives(rank, metrics.collectives, at)
         for scalar in metrics.scalars:
             point = ScalarPoint(scalar.name, rank, scalar.step, scalar.value, round(at - scalar.age_s, 3))
             if self.scalars.put(point.name, rank, point.step, point.value, point.at):
                 self.new_scalars.append(point)
 
-    def _update_collectives(self, rank: int, collectives: Iterable[CollectiveInfo], at: float) -> None:
+    def _update_collectives(self, rank: int, collectives: Sequence[CollectiveInfo], at: float) -> None:
         recorded, were_open = self.collectives.setdefault(rank, {}), self._open_collectives.get(rank, {})
+        if not collectives and not were_open:
+            return
         still_open: dict[CollectiveKey, CollectiveStatus] = {}
         for collective in collectives:
             status = _collective_status(rank, collective, at)
@@ -121,22 +133,19 @@ class MeshTelemetry:
     def update_ranks(self, ranks: Iterable[RankInfo], awaiting_input: Iterable[int]) -> None:
         """Set the supervisor's current state of ranks."""
         awaiting = set(awaiting_input)
-        changed = {}
         for info in ranks:
-            built_from = (info, info.rank in awaiting)
-            if info.rank in self._dirty_ranks or self._built_from.get(info.rank) != built_from:
-                changed[info.rank] = self._build_rank(*built_from)
-                self._built_from[info.rank] = built_from
-        self._dirty_ranks -= changed.keys()
-        self.ranks |= changed
+            known = (info, info.rank in awaiting)
+            if self._infos.get(info.rank) != known:
+                self._infos[info.rank] = known
+                self._dirty_ranks.add(info.rank)
 
     def forget_ranks(self, ranks: Iterable[int]) -> None:
         """Forget ranks that have left the mesh, but for their past numbers."""
         by_rank: tuple[dict[int, Any], ...] = (
-            self.ranks,
+            self._ranks,
             self.collectives,
             self._open_collectives,
-            self._built_from,
+            self._infos,
             self._metrics,
             self._collective_counts,
         )
@@ -147,7 +156,15 @@ class MeshTelemetry:
 
     def sample_series(self, at: float, ranks: Iterable[int]) -> None:
         """Record the current numbers of these ranks in the series."""
-        self.series.sample(at, [self.ranks[rank] for rank in ranks if rank in self.ranks])
+        for rank in ranks:
+            info = self._infos[rank][0] if rank in self._infos else None
+            if info is None or info.state == "dead":
+                continue
+            numbers = self._metrics.get(rank, {})
+            for name, rounded in _STORED:
+                value = info.rss_bytes if name == "rss_bytes" else numbers.get(name)
+                if value is not None:
+                    self.series.put(name, rank, at, rounded(value))
 
     def _build_rank(self, info: RankInfo, awaiting_input: bool) -> RankStatus:
         fields = msgspec.structs.asdict(info)
@@ -155,11 +172,26 @@ class MeshTelemetry:
         fields |= {"awaiting_input": awaiting_input, "beat_age_s": 0}
         if info.state == "dead":
             return RankStatus(**{**fields, "rss_bytes": None})
-        if info.beat_age_s is not None and info.beat_age_s >= _LATE_S:
-            fields["beat_age_s"] = int(info.beat_age_s)
+        fields["beat_age_s"] = _shown_age_s(info)
         if (waiting := self.oldest_open_collective(info.rank)) is not None:
             fields |= {"waits_in": f"{waiting.op} #{waiting.seq}", "waits_since": round(waiting.began_at, 1)}
-        return RankStatus(**fields, **self._metrics.get(info.rank, {}))
+        measured = {name: _round(name, value) for name, value in self._metrics.get(info.rank, {}).items()}
+        return RankStatus(**fields, **measured)
+
+    def last_beat(self, rank: int) -> Beat:
+        """Return what the last heartbeat of a rank says of its progress, rounded as in its `RankStatus`."""
+        (info, awaiting_input), numbers = self._infos[rank], self._metrics.get(rank, {})
+        if info.state == "dead":
+            return Beat(rank, info.line, awaiting_input=awaiting_input)
+        return Beat(
+            rank,
+            info.line,
+            awaiting_input,
+            _shown_age_s(info),
+            _round("cpu_percent", numbers.get("cpu_percent")),
+            numbers.get("num_collectives"),
+            numbers.get("num_steps"),
+        )
 
     def oldest_open_collective(self, rank: int) -> CollectiveStatus | None:
         """Return the oldest collective that a rank is in; None if there is none."""
@@ -255,6 +287,11 @@ def _collective_status(rank: int, collective: CollectiveInfo, at: float) -> Coll
     )
 
 
+def _shown_age_s(info: RankInfo) -> int:
+    """Return the age of a rank's heartbeat in whole seconds; 0 while heartbeats arrive regularly."""
+    return int(info.beat_age_s) if info.beat_age_s is not None and info.beat_age_s >= _LATE_S else 0
+
+
 def _measurements(health: Health) -> dict[str, Any]:
     """Return the fields of a `RankStatus` that a rank measures; those of its GPU begin with "gpu_"."""
     values = {name: getattr(health, name) for name in health.__struct_fields__ if name != "gpu"}
@@ -265,10 +302,16 @@ def _measurements(health: Health) -> dict[str, Any]:
 
 def _round(name: str, value: Any) -> Any:
     """Round a field of `RankStatus` to the precision that a reader distinguishes; its unit is the end of its name."""
-    if value is None or isinstance(value, str):
-        return value
+    return value if value is None or isinstance(value, str) else _rounding_of(name)(value)
+
+
+@functools.cache
+def _rounding_of(name: str) -> Callable[[Any], Any]:
     if name.endswith("_bytes"):
-        return -(-value // _MEMORY_ROUNDING_BYTES) * _MEMORY_ROUNDING_BYTES
+        return lambda value: -(-value // _MEMORY_ROUNDING_BYTES) * _MEMORY_ROUNDING_BYTES
     if name.endswith("_per_s"):
-        return float(f"{value:.3g}")
-    return round(value, 2) if name.endswith("_s") else round(value)
+        return lambda value: float(f"{value:.3g}")
+    return (lambda value: round(value, 2)) if name.endswith("_s") else round
+
+
+_STORED = tuple((name, _rounding_of(name)) for name in STORED_METRICS)

@@ -17,8 +17,9 @@ from meshbook.wire import codec, keys
 from meshbook.wire.link import Link, is_numbered
 from meshbook.wire.loop import Loop, Timer, send_frames
 
-# Seconds until an acknowledgement is sent that had nothing to ride on.
-_ACKNOWLEDGE_AFTER_S = 0.1
+# Seconds until an acknowledgement is sent that had nothing to ride on: more than the second between two words of the
+# supervisor to a host on another machine, which bring it along.
+_ACKNOWLEDGE_AFTER_S = 1.5
 # Seconds between attempts to reach a peer whose connection has broken: at first (it connects again after 0.1 s, zmq's
 # default), and before the last.
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0

@@ -41,7 +41,7 @@ class Unwatched(Monitoring):
     def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
         self.printed += items
 
-    def ranks_finished(self, call: str, ranks: Iterable[int], now: float) -> None:
+    def ranks_finished(self, call: str, ranks: Iterable[int]) -> None:
         self.finished += ranks
 
 
@@ -107,6 +107,15 @@ def test_output_that_was_held_back_is_not_lost_when_its_call_is_given_up(table: 
     assert isinstance(sent, SendToClient)
     assert isinstance(sent.message, messages.CallOutput)
     assert [item.text for item in sent.message.items if isinstance(item, Line)] == ["saved"]
+
+
+def test_a_host_that_was_done_before_any_printed_is_not_waited_for(table: Table) -> None:
+    table.finish(0, part("ok", 0, 1))
+    report = messages.CallOutput(call=C1, items=(line("epoch 1", 2, 3),))
+    (sent,) = table.calls.output_received(1, report, 2.0)
+    assert isinstance(sent, SendToClient)
+    assert isinstance(sent.message, messages.CallOutput)
+    assert sent.message.items == (line("epoch 1", 2, 3),)
 
 
 def test_a_call_whose_ranks_end_with_the_mesh_is_not_reported() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.supervisor.stalls import STALL_S, CollectiveWait, StallDetector
-from meshbook.wire.messages import RankStatus
+from meshbook.supervisor.stalls import STALL_S, Beat, CollectiveWait, StallDetector
 
 RANKS = (0, 1, 2)
 
@@ -22,7 +21,7 @@ def beats(stalls: StallDetector, seconds: range, pulse_of: Callable[[int, int], 
             if reported is not None:
                 still = {"line": 3, "num_collectives": 4, "num_steps": 0, "cpu_percent": 1}
                 wait = reported.pop("wait", None)
-                stalls.heartbeat(RankStatus(rank=rank, **{**still, **reported}), wait, float(now))
+                stalls.heartbeat(Beat(rank=rank, **{**still, **reported}), wait, float(now))
         if stalls.start_due_probes(float(now)):
             return now
     return None
@@ -81,7 +80,7 @@ def test_ranks_that_wait_for_a_busy_one_are_looked_at() -> None:
 
 def test_a_rank_that_is_not_heard_of_any_more_is_looked_at_though_others_move() -> None:
     def pulse_of(rank: int, now: int) -> dict[str, Any]:
-        return {"beat_age_s": now} if rank == 0 else {"num_collectives": now, "line": now}
+        return {"age_s": now} if rank == 0 else {"num_collectives": now, "line": now}
 
     assert beats(begun(), range(1, 60), pulse_of) == pytest.approx(STALL_S, abs=1)
 
@@ -94,7 +93,7 @@ def test_all_ranks_at_one_line_of_arithmetic_are_looked_at_after_a_minute() -> N
 
 def test_ranks_that_are_done_are_not_waited_for() -> None:
     stalls = begun()
-    stalls.ranks_finished("c1", RANKS, 5.0)
+    stalls.ranks_finished("c1", RANKS)
     assert beats(stalls, range(6, 60), lambda rank, now: {}) is None
     stalls.call_began("c2", RANKS, 60.0)
     stalls.call_ended("c2")

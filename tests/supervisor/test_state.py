@@ -701,6 +701,26 @@ def test_ranks_of_a_host_that_is_done_are_asked_when_another_host_goes_on() -> N
     assert reported[0].ranks == (2, 3)
 
 
+def test_ranks_of_a_host_that_ended_well_are_asked_only_if_another_host_goes_on_for_a_second() -> None:
+    world = World(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
+    world.run()
+    steps = world.finish("c1", ranks=(0, 1), host=0)
+    assert not messages_of(steps, messages.QueryPositions)  # a message to each host and rank of every cell
+    (alarm,) = steps_of(steps, s.SetTimer)
+    again = world.state.timer_fired(alarm.name, alarm.delay_s)
+    assert messages_of(again, messages.QueryPositions)[0].ranks == (0, 1)
+    reported = messages_of(world.answer(again, {0: world.position(0), 1: world.position(1)}), messages.RanksLeft)
+    assert reported[0].ranks == (2, 3)
+
+
+def test_a_cell_that_ends_well_everywhere_costs_each_host_one_message_there_and_one_back() -> None:
+    world = World(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
+    steps = [*world.run(), *world.finish("c1", ranks=(0, 1), host=0), *world.finish("c1", ranks=(2, 3), host=1)]
+    assert [type(sent.message) for sent in steps_of(steps, s.SendToHosts)] == [messages.RunCell]
+
+
 def test_the_end_of_the_call_is_the_end_of_the_question(busy: World) -> None:
     steps = progressed(busy, 1)
     busy.in_step(busy.finish("c1", status="error"))
