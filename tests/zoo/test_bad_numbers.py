@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook import distribute, record
+from meshbook import distribute, module_to_mesh, record
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from tests.budget import when
@@ -151,6 +151,63 @@ def test_an_operation_of_a_recorded_step_is_named_with_the_notebooks_line(mesh: 
     rank, op, text = found_remotely(mesh)
     assert (rank, op) == (0, "sqrt")
     assert f"line {step.__wrapped__.__code__.co_firstlineno + 2} in step" in text
+
+
+class Learner(torch.nn.Module):
+    """Has a root, whose gradient at 0 is infinite, and random numbers before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        hidden = torch.nn.functional.dropout(self.first(x).relu() + 1, 0.5)
+        return self.last((hidden + x.sum(1, keepdim=True).relu()).sqrt())
+
+
+def learner_steps(mesh: Mesh, *, is_recorded: bool) -> Any:
+    """Return a step of training on remote tensors, of a batch whose rows are cut over the ranks."""
+    torch.manual_seed(0)
+    model = module_to_mesh(Learner(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return record(step) if is_recorded else step
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_gradient_is_named_by_the_rank_of_its_rows_though_a_step_takes_its_mean_at_once(
+    mesh: Mesh, is_recorded: bool
+) -> None:
+    step = learner_steps(mesh, is_recorded=is_recorded)
+    mesh.nan(True)
+    for number in range(8):
+        rows = torch.ones(8, 8)
+        if number == 7:
+            rows[5] = -torch.ones(8)  # the sum is cut off at 0: half of the root is of what dropout has left, 0 too
+        step(distribute(rows, mesh, sharding_spec=["rank"])).item()
+        if number < 7:
+            assert heard(mesh), number
+    rank, op, text = found_remotely(mesh)
+    assert rank == 1
+    assert op in ("div", "sqrt"), text
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_healthy_steps_on_remote_tensors_give_no_alarm(mesh: Mesh, is_recorded: bool) -> None:
+    step = learner_steps(mesh, is_recorded=is_recorded)
+    mesh.nan(True)
+    x = distribute(torch.ones(8, 8), mesh, sharding_spec=["rank"])
+    for _ in range(200 if is_recorded else 40):
+        loss = step(x)
+    assert torch.isfinite(loss.cpu())
+    assert heard(mesh)
 
 
 def test_infinite_masks_of_remote_tensors_give_no_alarm(mesh: Mesh) -> None:

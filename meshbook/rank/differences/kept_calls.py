@@ -57,6 +57,11 @@ class KeptCalls:
         updated = set(map(id, parameters))
         return any(id(parameter) in updated for call in self._calls for parameter in call.module.parameters())
 
+    @property
+    def are_from_elsewhere(self) -> bool:
+        """Whether bad gradients are of another rank: what this one gave to collectives was finite."""
+        return self._inputs.has_any and self._inputs.first_bad() is None
+
     # ---- findings
 
     def describe(
@@ -118,7 +123,7 @@ class KeptCalls:
             if operation is not None:
                 of = call if operation.phase != "loss" else None
                 return with_carrier(self.describe(of, operation, call.place), carried)
-        if carried is None and self._inputs.has_any:  # what this rank gave was finite
+        if self.are_from_elsewhere:
             return None
         bad = [parameter for parameter in parameters if parameter.grad is not None and numbers.kinds([parameter.grad])]
         name = self._names.name_parameter(bad[-1], [call.module for call in self._calls]) if bad else ""

@@ -60,9 +60,18 @@ def is_finite(value: torch.Tensor) -> bool:
     return cmath.isfinite(number) if isinstance(number, complex) else math.isfinite(number)
 
 
+def totals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums of these tensors' parts. Does not wait for a GPU."""
+    return [total(part) for tensor in tensors if (part := part_here(tensor)) is not None]
+
+
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the sums of these tensors' parts are finite. False also of sums that overflow. Waits for a GPU once."""
-    totals = [total(part) for tensor in tensors if (part := part_here(tensor)) is not None]
+    return are_totals_finite(totals_of(tensors))
+
+
+def are_totals_finite(totals: list[torch.Tensor]) -> bool:
+    """Whether these sums are finite. Waits for a GPU once."""
     if len(totals) > 1 and totals[0].device.type != "cpu":
         totals = [torch.stack([each.abs().double() for each in totals]).sum()]
     return all(map(is_finite, totals))

@@ -7,7 +7,7 @@ over the mesh the sentinel's own hooks look, which name the module.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from meshbook.rank.differences.numbers import Place
 from meshbook.rank.differences.rerun import BadOperation, describe_bad
 from meshbook.rank.tensors import execution, watching
 from meshbook.rank.tensors.engine import GENERATED_CODE, CurrentOp
-from meshbook.rank.tensors.lowering_passes import CallNode, FloatRef, TensorRef
+from meshbook.rank.tensors.lowering_passes import BEGIN, FloatRef, TensorRef
 from meshbook.rank.tensors.templates import CompiledTemplate
 from meshbook.rank.tensors.watched_ops import (
     MAX_BYTES,
@@ -31,6 +31,7 @@ from meshbook.rank.tensors.watched_ops import (
     OpKind,
     RecordedWatcher,
     Window,
+    can_repeat,
     is_whole_view,
     kind_of,
     known_finite,
@@ -53,20 +54,29 @@ class _RanOp:
 
     kind: OpKind
     is_view: bool
-    arguments: Sequence[Any]  # tensors, and tensors and floats among others
-    result: Any
+    inputs: Sequence[Any]  # tensors
+    constants: Sequence[Any]  # floats among them
+    results: Sequence[torch.Tensor]
     issued: Issued  # its number, or the notebook's line
     collectives: tuple[int, int]  # of this rank: the number of the last one before it, and in it
     before: set[str] | None  # kinds of bad numbers in its inputs before it ran; None: it has overwritten none
 
+    @property
+    def has_collectives(self) -> bool:
+        return self.collectives[0] != self.collectives[1]
+
+    def gives_only(self, known: set[int]) -> bool:
+        """Whether all its results are among these, by id."""
+        return all(id(tensor) in known for tensor in self.results)
+
     def flow(self) -> Flow:
-        results = list(map(id, numbers.tensors_in(self.result)))
-        tensors = list(numbers.tensors_in(self.arguments))
+        kind, inputs = self.kind, self.inputs
+        results = [id(tensor) for tensor in self.results]
         if self.is_view:
-            is_whole = bool(tensors) and is_whole_view(self.kind.name, tensors[0], numbers.tensors_in(self.result))
-            return Flow(self.kind, True, [id(tensors[0])] if is_whole else [], results)
-        carried = tensors if self.kind.takes_list else tensors[: self.kind.num_carried]
-        return Flow(self.kind, False, list(map(id, carried)), results)
+            is_whole = bool(inputs) and is_whole_view(kind.name, inputs[0], self.results)
+            return Flow(kind, True, [id(inputs[0])] if is_whole else [], results)
+        carried = inputs if kind.takes_list else inputs[: kind.num_carried]
+        return Flow(kind, False, [id(tensor) for tensor in carried], results[: kind.num_results])
 
 
 class RemoteOps:
@@ -119,7 +129,7 @@ class RemoteOps:
         return result
 
     def _kinds_before_op(self, template: CompiledTemplate, inputs: Sequence[Any]) -> set[str] | None:
-        if not self._is_watched():
+        if not self._is_watched() or template.name == BEGIN:  # which has the sentinel look itself
             return None
         ran = self._ran
         is_finite = self._look()
@@ -143,23 +153,31 @@ class RemoteOps:
         num_before, self._num_collectives = self._num_collectives, self._count_collectives()
         if not kind.is_watched or not self._is_watched() or (mutates and before is None):
             return
+        results = [result] if isinstance(result, torch.Tensor) else _tensors_among(pytree.tree_leaves(result))
         if mutates:
-            result = [result, *(inputs[position] for position in mutates)]
+            results += [inputs[position] for position in mutates]
         elif not template.is_view:
-            self._num_bytes += sum(tensor.nbytes for tensor in numbers.tensors_in(result))
-        arguments = [*inputs, *floats, *template.constants]
+            for tensor in results:
+                self._num_bytes += tensor.nbytes
+        constants = [*floats, *template.constants]
         collectives = num_before, self._num_collectives
-        self._ran.append(_RanOp(kind, template.is_view, arguments, result, issued, collectives, before))
+        self._ran.append(_RanOp(kind, template.is_view, inputs, constants, results, issued, collectives, before))
         if len(self._ran) >= MAX_OPS or self._num_bytes >= MAX_BYTES:
             self._look()
 
-    def _look(self) -> bool:
-        """Look at what has run since the last time; return whether all of it is finite. Waits for a GPU."""
+    def _look(self, step_inputs: Sequence[torch.Tensor] = ()) -> bool:
+        """Look at what has run since the last time; return whether all of it is finite. Waits for a GPU.
+
+        Args:
+            step_inputs: of the optimizer's step that begins; see `watched_ops.windows_of`.
+        """
         ran, self._ran, self._num_bytes = self._ran, [], 0
         if not ran:
             return True
-        tensors = {id(tensor): tensor for each in ran for tensor in numbers.tensors_in(each.result)}
-        looked_at = [tensors[key] for key in unread(each.flow() for each in ran)]  # type: ignore[index]
+        tensors = {id(tensor): tensor for each in ran for tensor in each.results}
+        given = set(map(id, step_inputs))
+        flows = [each.flow() for each in ran if not (each.has_collectives and each.gives_only(given))]
+        looked_at = [tensors[key] for key in unread(flows)]  # type: ignore[index]
         with _disable_current_modes():  # a step that is traced while it runs has no part in this
             if numbers.are_finite(looked_at):
                 return True
@@ -173,7 +191,7 @@ class RemoteOps:
         for each in ran:
             if each.is_view:
                 continue
-            bad = describe_bad(each.kind.name, each.arguments, each.result, each.before)
+            bad = describe_bad(each.kind.name, [*each.inputs, *each.constants], each.results, each.before)
             if bad is not None:
                 op, dtype, size = bad
                 line = self._line_of(each.issued)
@@ -204,11 +222,12 @@ class _RecordedOps:
         self._are_finite = True  # those of the last window
         self._num_before = count_collectives()
         self.num_collectives = count_collectives
-        self.are_bad, self.find_first = guarded(self._are_bad), guarded(self._find_first)
+        self.totals, self.are_bad = guarded(numbers.totals_of), guarded(self._are_bad)
+        self.find_first = guarded(self._find_first)
         self.kinds_before = guarded(self._kinds_before)
 
-    def _are_bad(self, tensors: Sequence[torch.Tensor]) -> bool:
-        self._are_finite = not self._is_watched() or numbers.are_finite(tensors)
+    def _are_bad(self, *totals: torch.Tensor) -> bool:
+        self._are_finite = not self._is_watched() or numbers.are_totals_finite(list(totals))
         return not self._are_finite
 
     def _kinds_before(self, known: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> set[str]:
@@ -217,26 +236,36 @@ class _RecordedOps:
         return numbers.kinds(numbers.tensors_in(others if self._are_finite else (*known, *others)))
 
     def _find_first(self, window: Window, values: dict[str, Any]) -> None:
-        self._search(self._ran_op(window, values, index, node) for index, node in enumerate(window.nodes, window.first))
+        self._search(self._repeat(window, values))
 
-    def _ran_op(self, window: Window, values: dict[str, Any], index: int, node: CallNode) -> _RanOp:
+    def _repeat(self, window: Window, values: dict[str, Any]) -> Iterator[_RanOp]:
+        """Yield the operations of a window with what they read and give: what was not held is computed again."""
+
         def value_of(leaf: Any) -> Any:
             if isinstance(leaf, FloatRef):
                 return values["F"][leaf.slot]
             return values[leaf.name] if isinstance(leaf, TensorRef) else leaf
 
-        arguments = pytree.tree_leaves((node.args, node.kwargs))
-        last = values.get(f"n{index}")
-        frame = self._frames[node.op_index] if node.op_index < len(self._frames) else None
-        return _RanOp(
-            kind_of(node.called),
-            node.is_view,
-            list(map(value_of, arguments)),
-            [values[name] for name in results_of(node)],
-            frame,
-            (0, 0) if last is None else (self._num_before, last),
-            values["before"] if window.overwrites else None,
-        )
+        for index, node in enumerate(window.nodes, window.first):
+            args, kwargs = pytree.tree_map(value_of, (node.args, node.kwargs))
+            if can_repeat(node):
+                results = pytree.tree_leaves(node.function(*args, **kwargs))
+                values.update((name, value) for name, value in zip(node.outputs, results, strict=True) if name)
+            last, leaves = values.get(f"n{index}"), pytree.tree_leaves((args, kwargs))
+            yield _RanOp(
+                kind_of(node.called),
+                node.is_view,
+                _tensors_among(leaves),
+                [leaf for leaf in leaves if isinstance(leaf, float)],
+                [values[name] for name in results_of(node)],
+                self._frames[node.op_index] if node.op_index < len(self._frames) else None,
+                (0, 0) if last is None else (self._num_before, last),
+                values["before"] if window.overwrites else None,
+            )
+
+
+def _tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _recorded_line() -> Frame | None:

@@ -26,8 +26,12 @@ class Findings(Protocol):
     def is_looking(self) -> bool:
         """Whether nothing was found yet."""
 
-    def look(self) -> None:
-        """Look at the operations that have run, and have not been looked at."""
+    def look(self, step_inputs: Sequence[torch.Tensor] = ()) -> None:
+        """Look at the operations that have run, and have not been looked at.
+
+        Args:
+            step_inputs: what an optimizer's step reads, which begins.
+        """
 
     def take(self, found: NumberFinding | None) -> None:
         """Report a finding; None: another rank has it, and this one is silent."""
@@ -101,7 +105,7 @@ class RemoteTraining:
         self._of_backward.clear()
 
     def _step_begins(self, gradients: Sequence[Any], parameters: Sequence[Any]) -> None:
-        self._findings.look()
+        self._findings.look(gradients)
         if self._held and not numbers.are_finite(gradients) and numbers.kinds(gradients):
             self._findings.take(self._held[0])
         self._held.clear()
@@ -113,6 +117,9 @@ class RemoteTraining:
         (gradients, parameters), self._in_step = self._in_step, None
         if self._findings.is_looking and not numbers.are_finite(parameters) and numbers.kinds(parameters):
             phase, op = ("gradient", "") if numbers.kinds(gradients) else ("remote", "a step of the optimizer")
+            if phase == "gradient" and self._calls.are_from_elsewhere:
+                self._findings.take(None)
+                return
             operation = BadOperation("", op, phase, None, "", None)
             self._findings.take(self._calls.describe(None, operation, line=self._places.name_remote()))
 

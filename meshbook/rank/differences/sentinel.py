@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -257,9 +257,9 @@ class Sentinel:
     def is_looking(self) -> bool:
         return self._pending is None and not self._is_quiet
 
-    def look(self) -> None:
+    def look(self, step_inputs: Sequence[torch.Tensor] = ()) -> None:
         if self._ops is not None:
-            self._ops.look()
+            self._ops.look(step_inputs)
 
     def _may_watch_operation(self) -> bool:
         return self._current is None and self._calls.stack is None and self.is_looking and not self._training.is_holding

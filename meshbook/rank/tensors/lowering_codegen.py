@@ -181,15 +181,20 @@ def _call_text(source: _SourceBuilder, node: CallNode) -> str:
 def _dead_after(
     nodes: list[CallNode], returned: Sequence[str], window_at: Mapping[int, Window]
 ) -> dict[int, list[str]]:
-    """Return the values that nothing needs after each call. Those of a window live as long as it does."""
+    """Return the values that nothing needs after each call. What a window holds lives as long as it does."""
     last_use: dict[str, int] = {}
+    repeated: dict[str, int] = {}  # values that are made again to find a bad one, with the first call of their window
     for index, node in enumerate(nodes):
         for name in (*node.inputs, *filter(None, node.outputs)):
             last_use[name] = index
+        if (window := window_at.get(index)) is not None and watched_ops.can_repeat(node):
+            repeated.update(dict.fromkeys(filter(None, node.outputs), window.first))
     dead_after: dict[int, list[str]] = collections.defaultdict(list)
     for name, index in last_use.items():
         if name[0] == "v" and name not in returned:
-            dead_after[window_at[index].last if index in window_at else index].append(name)
+            window = window_at.get(index)
+            is_held = window is not None and repeated.get(name) != window.first
+            dead_after[window.last if window is not None and is_held else index].append(name)
     return dead_after
 
 
@@ -198,8 +203,15 @@ def _looking_lines(source: _SourceBuilder, window: Window, index: int, node: Cal
     lines = []
     if watched_ops.may_bring_numbers(node):
         lines.append(f"    n{index} = W.num_collectives()")
+    if unread := [name for name in watched_ops.results_of(node) if name in window.unread]:
+        lines.append(f"    t{index} = W.totals({_tuple(unread)})")
     if index == window.last and window.unread:
-        lines.append(f"    if W.are_bad({_tuple(window.unread)}): W.find_first({source.literal(window)}, locals())")
+        totals = [
+            f"*t{at}"
+            for at, each in enumerate(window.nodes, window.first)
+            if window.unread.intersection(watched_ops.results_of(each))
+        ]
+        lines.append(f"    if W.are_bad({', '.join(totals)}): W.find_first({source.literal(window)}, locals())")
     return lines
 
 

@@ -26,13 +26,15 @@ _CARRIES = {
 }  # fmt: skip
 # Of these not -inf, which masks put there, and which is none of their faults.
 _BUT_NEGATIVE_INFINITY = "_softmax"
+# Operations whose other results (a mean, a deviation) make the first ones bad if they are.
+_MAIN_RESULTS = {"native_layer_norm": 1, "_fused_rms_norm": 1}
 _TAKE_LISTS = ("cat", "stack")
 # Views that may have as many numbers as their base, and not all of them.
 _PARTIAL_VIEWS = ("as_strided", "unfold")
 # Meshbook's own functions that compute nothing, or are looked at from within.
 _UNWATCHED = ("module", "replay", "forget_", "set_", "begin_step", "end_step", "adopt", "take_", "collect_", "load_")
 
-# A window ends after so many operations, or when their results, which it holds, are so large.
+# A window ends after so many operations, or when what it holds is so large; of a recorded step by what it holds alone.
 MAX_OPS = 128
 MAX_BYTES = 64 << 20
 
@@ -43,6 +45,7 @@ class OpKind(NamedTuple):
     name: str  # "mm"
     num_carried: int
     takes_list: bool
+    num_results: int | None  # that have the bad numbers of the others; None: all of them
     is_watched: bool
 
 
@@ -52,7 +55,8 @@ def kind_of(function: str) -> OpKind:
     namespace, _, whole_name = function.rpartition("::")
     name = whole_name.partition(".")[0]
     is_watched = namespace != "meshbook" or not name.startswith(_UNWATCHED)
-    return OpKind(name, _CARRIES.get(name.rstrip("_"), 0), name.rstrip("_") in _TAKE_LISTS, is_watched)
+    base = name.rstrip("_")
+    return OpKind(name, _CARRIES.get(base, 0), base in _TAKE_LISTS, _MAIN_RESULTS.get(base), is_watched)
 
 
 class Flow(NamedTuple):
@@ -97,8 +101,11 @@ def known_finite(flows: Sequence[Flow]) -> set[Hashable]:
 class RecordedWatcher(Protocol):
     """What a lowered step calls while it runs. It raises nothing."""
 
-    def are_bad(self, tensors: Sequence[torch.Tensor], /) -> bool:
-        """Whether a sum of these is not finite. Waits for a GPU."""
+    def totals(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        """Return their sums: taken when they have just been made, they are read from a processor's cache."""
+
+    def are_bad(self, *totals: torch.Tensor) -> bool:
+        """Whether one of a window's sums is not finite. Waits for a GPU."""
 
     def find_first(self, window: Window, values: dict[str, Any], /) -> None:
         """Find the first bad operation of a window; its values by their names."""
@@ -114,6 +121,9 @@ class RecordedWatcher(Protocol):
 class Window:
     """Calls of a lowered step that are looked at together, after the last of them.
 
+    Until then what they read of earlier values is held, and what cannot be computed again: the rest is, to find the
+    first bad one.
+
     Attributes:
         unread: names of the values that are looked at.
         known, others: names of the inputs of a call that overwrites something, which is alone in its window: of those
@@ -121,7 +131,7 @@ class Window:
     """
 
     nodes: list[CallNode] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
     known: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     first: int = 0  # index of its first call
@@ -133,36 +143,71 @@ class Window:
 
 
 def windows_of(nodes: Sequence[CallNode]) -> Iterator[Window]:
-    """Yield the windows of a lowered step. What an optimizer's step does is in none."""
-    current, num_bytes, is_in_step = Window(), 0, False
+    """Yield the windows of a lowered step. What an optimizer's step does is in none.
+
+    What collectives have brought and a step of the optimizer reads, at once, is not looked at: it is in the parameters
+    then, which are looked at after the step.
+    """
+    current, is_in_step, origins = Window(), False, _Origins()
     for index, node in enumerate(nodes):
         kind = kind_of(node.called)
         is_in_step = (is_in_step or node.called == BEGIN) and node.called != END
         is_left_out = is_in_step or not kind.is_watched or (bool(node.mutated) and kind.name.startswith("_foreach_"))
         if current.nodes and (is_left_out or node.mutated):
-            yield _ended(current, index - 1)
-            previous, current, num_bytes = current, Window(), 0
+            yield _ended(current, index - 1, node.inputs if node.called == BEGIN else ())
+            previous, current = current, Window()
         else:
             previous = Window()
-        if is_left_out:
-            continue
         if not current.nodes:
             current.first = index
+            origins.begin_window()
+        origins.add(node)
+        if is_left_out:
+            continue
         current.nodes.append(node)
-        num_bytes += node.result_bytes
         if node.mutated:
             known = known_finite([_flow_of(each) for each in previous.nodes])
             current.known = [name for name in node.inputs if name in known]
             current.others = [name for name in node.inputs if name not in known]
-        if node.mutated or len(current.nodes) >= MAX_OPS or num_bytes >= MAX_BYTES:
+        if node.mutated or origins.num_held_bytes >= MAX_BYTES:
             yield _ended(current, index)
-            current, num_bytes = Window(), 0
+            current = Window()
     if current.nodes:
         yield _ended(current, len(nodes) - 1)
 
 
-def _ended(window: Window, last: int) -> Window:
-    window.last, window.unread = last, [str(name) for name in unread(map(_flow_of, window.nodes))]
+class _Origins:
+    """How much memory a window holds: what it reads of earlier values, and what cannot be computed again."""
+
+    def __init__(self) -> None:
+        self._origin: dict[str, int] = {}  # of values, the call that made their memory: views have their base's
+        self._sizes: list[int] = []
+        self._held: set[int] = set()
+        self._first = 0
+        self.num_held_bytes = 0
+
+    def begin_window(self) -> None:
+        self._first, self._held, self.num_held_bytes = len(self._sizes), set(), 0
+
+    def add(self, node: CallNode) -> None:
+        own = len(self._sizes)
+        self._sizes.append(node.result_bytes)
+        read = {self._origin[name] for name in node.inputs if name in self._origin}
+        kept = {origin for origin in read if origin < self._first}
+        if not can_repeat(node):
+            kept.add(own)
+        self.num_held_bytes += sum(self._sizes[origin] for origin in kept - self._held)
+        self._held |= kept
+        for name in filter(None, node.outputs):
+            self._origin[name] = self._origin.get(node.inputs[0], own) if node.is_view else own
+
+
+def _ended(window: Window, last: int, step_inputs: Sequence[str] = ()) -> Window:
+    given = set(step_inputs)
+    flows = [
+        _flow_of(node) for node in window.nodes if not (may_bring_numbers(node) and given.issuperset(results_of(node)))
+    ]
+    window.last, window.unread = last, {str(name) for name in unread(flows)}
     return window
 
 
@@ -171,7 +216,7 @@ def _flow_of(node: CallNode) -> Flow:
     if node.is_view:
         return Flow(kind, True, node.inputs[:1] if node.is_whole_view else (), results_of(node))
     carried = node.inputs if node.called == WAIT else names_in(node.args[: kind.num_carried])
-    return Flow(kind, False, carried, results_of(node))
+    return Flow(kind, False, carried, results_of(node)[: kind.num_results])
 
 
 def results_of(node: CallNode) -> list[str]:
@@ -191,6 +236,11 @@ def is_begun_collective(node: CallNode) -> bool:
 def may_bring_numbers(node: CallNode) -> bool:
     """Whether results may have numbers of other ranks."""
     return node.called in (WAIT, "flat_all_reduce") or not isinstance(node.function, torch._ops.OpOverload)
+
+
+def can_repeat(node: CallNode) -> bool:
+    """Whether a call gives the same again: it meets no other rank, draws no random numbers and changes nothing."""
+    return not (may_bring_numbers(node) or is_begun_collective(node) or node.mutated)
 
 
 def names_in(arguments: Any) -> list[str]:
