@@ -29,17 +29,21 @@ class Watcher(Protocol):
 
 
 class TrainingHooks:
-    """The hooks of one watcher. Main thread.
+    """The hooks of one watcher after the other. Main thread.
+
+    Those for all modules are made once, for all watchers: code that is compiled while they are there is compiled anew
+    for others.
 
     Attributes:
         is_in_backward: `torch.autograd.backward` runs, which `Tensor.backward` calls.
         failure: what the watcher has raised; nothing is called after that.
     """
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        self._handles: list[Any] = []
+    def __init__(self) -> None:
+        self._watcher: Any = None  # the last Watcher
+        self._on_steps: Any = None  # the hook of optimizers
         self._on_all: list[tuple[dict[int, Any], int, Any]] = []  # the entries of the hooks for all modules
+        self._after_forward = self._guarded(lambda: self._watcher.after_forward)
         self._on_one: Any = None  # the hook of `watch_only`
         self._original_backward: Any = None
         self.is_in_backward = False
@@ -47,20 +51,21 @@ class TrainingHooks:
 
     @property
     def are_installed(self) -> bool:
-        return bool(self._handles)
+        return self._on_steps is not None
 
-    def install(self) -> None:
-        self.failure, self.is_in_backward = None, False
-        self._after_forward = self.guarded(self._watcher.after_forward)
-        before_forward = self.guarded(self._watcher.before_forward)
-        on_modules = [
-            torch_module.register_module_forward_pre_hook(before_forward),
-            torch_module.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-        ]
-        self._on_all = [entry for handle in on_modules for entry in _entries_of(handle)]
-        self._handles = [*on_modules, register_optimizer_step_pre_hook(self.guarded(self._watcher.before_update))]
+    def install(self, watcher: Watcher) -> None:
+        self._watcher, self.failure, self.is_in_backward = watcher, None, False
+        if not self._on_all:
+            before_forward = self._guarded(lambda: self._watcher.before_forward)
+            on_modules = [
+                torch_module.register_module_forward_pre_hook(before_forward),
+                torch_module.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            ]
+            self._on_all = [entry for handle in on_modules for entry in _entries_of(handle)]
+        self._watch_all(True)
+        self._on_steps = register_optimizer_step_pre_hook(self.guarded(watcher.before_update))
         original = self._original_backward = torch.autograd.backward
-        before_backward = self.guarded(self._watcher.before_backward)
+        before_backward = self.guarded(watcher.before_backward)
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,40 +85,43 @@ class TrainingHooks:
 
         Modules within it are called as fast as without hooks.
         """
-        for hooks, key, _ in self._on_all:
-            hooks.pop(key, None)
+        self._watch_all(False)
         self._on_one = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
     def end_watching_only(self) -> None:
-        """After `watch_only`, at the end of that module or later.
-
-        The hooks for all modules get the keys that they had: code that is compiled while they are there is compiled
-        anew for other ones, at every step.
-        """
+        """After `watch_only`, at the end of that module or later."""
         if self._on_one is not None:
             self._on_one.remove()
             self._on_one = None
-            for hooks, key, value in self._on_all:
+            self._watch_all(True)
+
+    def _watch_all(self, is_watched: bool) -> None:
+        for hooks, key, value in self._on_all:
+            if is_watched:
                 hooks[key] = value
+            else:
+                hooks.pop(key, None)
 
     def remove(self) -> None:
         self.end_watching_only()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._on_all = [], []
+        self._watch_all(False)
+        self._on_steps.remove()
+        self._on_steps = None
         warnings.filters[:] = [each for each in warnings.filters if not _is_about_hooks(each)]  # type: ignore[index]
         torch.autograd.backward = self._original_backward
 
     def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that does not raise, and that is not called any more after a failure: it returns None."""
+        return self._guarded(lambda: hook)
 
+    def _guarded(self, hook_now: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # dynamo traces hooks, too; this one leaves nothing in the graph
                 return None
             if self.failure is not None:
                 return None
             try:
-                return hook(*args, **kwargs)
+                return hook_now()(*args, **kwargs)
             except Exception as error:
                 self.failure = error
                 return None

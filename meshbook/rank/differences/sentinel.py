@@ -60,11 +60,13 @@ class Sentinel:
         namespace: Mapping[str, Any],
         ring: CollectiveRing,
         observers: list[Observer],
+        hooks: TrainingHooks,
         notify: Callable[[str], None],
         cell_title: Callable[[str], str | None],
     ) -> None:
         """
         Args:
+            hooks: that no other sentinel has installed.
             notify: shows a sentence under the running cell.
             cell_title: returns "cell 12" for the file of a cell.
         """
@@ -73,7 +75,7 @@ class Sentinel:
         self._main_thread = threading.get_ident()
         self._inputs = CollectiveInputs(rank)
         self._norms = GradientNorms()
-        self._hooks = TrainingHooks(self)
+        self._hooks = hooks
         self._findings: list[NumberFinding] = []
         self._num_updates = 0
         self._current: ModuleCall | None = None
@@ -91,7 +93,7 @@ class Sentinel:
 
     def arm(self) -> None:
         if not self.is_armed:
-            self._hooks.install()
+            self._hooks.install(self)
             self._observers.append(self._inputs)
             watching.current_watcher = self._training
 

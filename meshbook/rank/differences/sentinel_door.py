@@ -11,6 +11,7 @@ from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.wire.messages import RunOps, SentinelReport
 
 if TYPE_CHECKING:
+    from meshbook.rank.differences.hooks import TrainingHooks
     from meshbook.rank.differences.sentinel import Sentinel
     from meshbook.rank.tensors.engine import RankTensors
 
@@ -30,6 +31,7 @@ class SentinelDoor:
         self._rank, self._namespace, self._groups = rank, namespace, groups
         self._notify, self._cell_title = notify, cell_title
         self._sentinel: Sentinel | None = None
+        self._hooks: TrainingHooks | None = None
 
     def switch(self, *, on: bool) -> None:
         """Begin anew, or end; what was found stays until the next begin. Main thread."""
@@ -39,12 +41,14 @@ class SentinelDoor:
             return
         if importlib.util.find_spec("torch") is None:
             raise UsageError("the sentinel looks at torch's numbers, and torch is not installed where ranks run")
+        from meshbook.rank.differences.hooks import TrainingHooks
         from meshbook.rank.differences.sentinel import Sentinel
 
+        self._hooks = self._hooks or TrainingHooks()
         groups = self._groups.process_groups
         observers = [] if groups is None else groups.observers
         self._sentinel = Sentinel(
-            self._rank, self._namespace, self._groups.ring, observers, self._notify, self._cell_title
+            self._rank, self._namespace, self._groups.ring, observers, self._hooks, self._notify, self._cell_title
         )
         self._sentinel.arm()
 
