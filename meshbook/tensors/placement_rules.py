@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshbook.mesh_axes import MeshAxes
 from meshbook.placement import shard_spans
+from meshbook.rank.tensors.dtensor_patches import is_strided_shard
 from meshbook.rank.tensors.operators import may_stay_partial
 from meshbook.tensors.schemas import has_tag
 from meshbook.tensors.shards import empty_shard_dims, is_sharded
@@ -254,10 +255,10 @@ def loses_precision(specs: Specs, results: Sequence[DTensor]) -> bool:
 def moves_for_results(function: Any, specs: Specs, results: Sequence[DTensor], axes: MeshAxes) -> Moves:
     """Return the moves that an operation needs because of the placements that DTensor gave to its results."""
     for result in results:
-        if any(_is_strided_shard(placement) for placement in result.placements):
+        if any(is_strided_shard(placement) for placement in result.placements):
             # A dim made of a sharded inner dim: DTensor's backward of such a shard is wrong, so replicate it.
             pairs = zip(specs[0].placements or (), result.placements, strict=True)
-            return ((0, tuple(Replicate() if _is_strided_shard(after) else before for before, after in pairs)),)
+            return ((0, tuple(Replicate() if is_strided_shard(after) else before for before, after in pairs)),)
         if moves := _moves_from_uneven_means(function, specs, result.placements, axes.shape):
             return moves
     return _moves_from_random(specs, results) if has_tag(function, torch.Tag.nondeterministic_seeded) else ()
@@ -302,7 +303,3 @@ def _moves_from_random(specs: Specs, results: Sequence[DTensor]) -> Moves:
     pairs = zip(specs[0].placements, results[0].placements, strict=True)
     required = tuple(Replicate() if after.is_replicate() and is_sharded(before) else before for before, after in pairs)
     return _moves_to(specs[:1], [required])
-
-
-def _is_strided_shard(placement: Any) -> bool:
-    return type(placement).__name__ == "_StridedShard"

@@ -363,6 +363,10 @@ def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> I
             each.set_state(state)
 
 
+def is_strided_shard(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
 def without_strided_shards(tensor: Any) -> Any:
     """Gather a DTensor over the axes that cut every n-th piece of a dim, which the controller cannot plan with.
 
@@ -370,7 +374,7 @@ def without_strided_shards(tensor: Any) -> Any:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    placements = [Replicate() if type(each).__name__ == "_StridedShard" else each for each in tensor.placements]
+    placements = [Replicate() if is_strided_shard(each) else each for each in tensor.placements]
     with torch.set_grad_enabled(tensor.requires_grad):
         return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
 
