@@ -86,14 +86,15 @@ __all__ = [
     "unhandled_fault_hook",
 ]
 
-_HOSTS = "several machines are an engine's business: meshbook.create_mesh(engine=…), then mesh.spawn(…)"
+_HOSTS = 'hosts are started by meshbook.create_mesh(on="ssh://…"), and actors on them by mesh.spawn(…)'
+_CHANNELS = "processes of one machine speak over unix sockets, those of several over TCP, always"
 _TRACING = "what actors do is shown by %mesh actors; spans and meters are not recorded"
 _IDS = "actors and processes have plain strings for ids: context().actor_instance.actor_id"
 
 # Names of `monarch.actor` that are not supported, and their replacements. docs/actors.md has the same table; a test
 # compares them.
 NOT_HERE = {
-    "ChannelTransport": "processes of one machine speak over unix sockets, always",
+    "ChannelTransport": _CHANNELS,
     "ProcId": _IDS,
     "Uid": _IDS,
     "attach": _HOSTS,
@@ -101,7 +102,7 @@ NOT_HERE = {
     "config": "there is nothing to set: limits and timeouts are arguments of the calls that have them",
     "debug_controller": "%%mesh --actor NAME looks inside actors; breakpoint() in an endpoint is not served",
     "default_bootstrap_cmd": "processes are forked from one warm server; this_host().spawn_procs(env=…) sets variables",
-    "enable_transport": "processes of one machine speak over unix sockets, always",
+    "enable_transport": _CHANNELS,
     "get_meter": _TRACING,
     "run_worker_loop_forever": _HOSTS,
     "run_worker_loop_until_shutdown": _HOSTS,

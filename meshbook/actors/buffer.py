@@ -1,13 +1,13 @@
 """Bulk data between actors: a tensor stays in its owner's memory, and other processes copy from it and into it.
 
 The owner creates a `Buffer` of a tensor and sends it to other actors; as a message it has a few bytes. A reader's
-`read_into` is one copy out of the owner's live memory, without any work of the owner. This works because
+`read_into` is one copy out of the owner's live memory, without any work of its actors. This works because
 
 - a CPU tensor's storage is moved into shared memory when the first `Buffer` of it is created. All tensors and
   parameters that share the storage move with it. Arrays and pointers taken earlier (`t.numpy()`, DLPack) do not: they
   retain the storage's original memory, which is freed together with the storage;
 - a CUDA tensor is read on the same machine through CUDA IPC;
-- between machines there is no transport yet: the future of `read_into` raises an error.
+- on another machine a thread of the owner's process reads or writes for the reader, beside what its actors do.
 
 The memory belongs to the owner: a buffer of it can be read until `drop`, and as long as the owner holds the tensor.
 """
@@ -22,22 +22,25 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from meshbook.actors.memory import cuda
+from meshbook.actors.memory import cuda, elsewhere
 from meshbook.actors.memory.local import Layout, LocalMemory, bytes_at, check_tensor
 from meshbook.actors.memory.sharing import publish_shared, published, reader
 from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.transport import has_local_transport, local_transport
 from meshbook.errors import TransferError
-from meshbook.wire.regions import Region, create_memory_file
+from meshbook.wire.messages import NodeAddress
+from meshbook.wire.regions import Region, create_memory_file, machine_id
 
 if TYPE_CHECKING:
     import torch
 
 # Up to this size a copy takes less time (some 50 us) than a round trip to another thread.
 INLINE_BYTES = 256 << 10
+_DROP_TIMEOUT_S = 60.0  # on another machine
 
 
 class Buffer:
-    """A tensor's memory that other processes of this machine read and write without work of its owner.
+    """A tensor's memory that other processes read and write without work of its owner's actors.
 
         class Trainer(Actor):
             @endpoint
@@ -81,6 +84,7 @@ class Buffer:
             raise TransferError(f"a Buffer is made of a CPU or CUDA tensor, and this one is on {tensor.device}")
         # keeps the storage of a temporary tensor alive as long as this object
         self._storage: Any = tensor.untyped_storage()
+        self._owner: NodeAddress | None = None  # known where it has been sent to
 
     @staticmethod
     def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -125,7 +129,9 @@ class Buffer:
 
     @property
     def backend(self) -> str:
-        """How the memory is read: "shared memory" or "cuda ipc"."""
+        """How the memory is read: "shared memory", "cuda ipc", or by "messages" to its owner's machine."""
+        if self._is_elsewhere:
+            return "messages"
         return "shared memory" if isinstance(self._region, Region) else "cuda ipc"
 
     @property
@@ -143,14 +149,15 @@ class Buffer:
                 object with the buffer protocol (bytearray, numpy array). Its size must fit, its shape does not matter.
             offset: number of bytes of the buffer to skip. `dst` is then filled; without it, the complete buffer is read
                 and `dst` may be longer.
-            timeout: accepted for compatibility with Monarch: a copy waits for no other process.
+            timeout: seconds that the owner has to answer, if it is on another machine, for each part of some MiB; on
+                the same machine a copy waits for no other process.
 
         Raises:
             TransferError: at once, if `dst` does not fit. From the future: the buffer was dropped, its owner has
-                exited, or it is on another machine.
+                exited, or does not answer.
         """
         memory = LocalMemory.of(dst, self._layout, writable=True, offset=offset, verb="read")
-        return self._start(memory, reading=True)
+        return self._start(memory, reading=True, timeout_s=timeout)
 
     def write_from(self, src: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
         """Copy `src` into the buffer, from its start or from byte `offset` on.
@@ -158,7 +165,7 @@ class Buffer:
         The counterpart of `read_into`; `src` may be shorter than the buffer.
         """
         memory = LocalMemory.of(src, self._layout, writable=False, offset=offset, verb="write")
-        return self._start(memory, reading=False)
+        return self._start(memory, reading=False, timeout_s=timeout)
 
     def drop(self) -> Future[None]:
         """Invalidate the buffer for all processes and release the shared region.
@@ -166,6 +173,8 @@ class Buffer:
         Any process that holds the buffer may drop it; a second drop has no effect.
         """
         self._storage = None
+        if self._is_elsewhere:
+            return self._drop_elsewhere()
         if isinstance(self._region, Region):
             if self._region.pid == os.getpid():
                 published.drop(self._region)
@@ -175,9 +184,17 @@ class Buffer:
             cuda.drop_cuda(self._region)
         return Future.of(None)
 
-    def _start(self, memory: LocalMemory, *, reading: bool) -> Future[None]:
+    @property
+    def _is_elsewhere(self) -> bool:
+        region = self._region if isinstance(self._region, Region) else self._region.marker
+        return region.machine != machine_id()
+
+    def _start(self, memory: LocalMemory, *, reading: bool, timeout_s: float) -> Future[None]:
         after = cuda.enqueued_for(memory)  # by this thread, which may not be the one that copies
-        return _start_copy(memory.nbytes, lambda: self._copy(memory, after, reading=reading))
+        if self._is_elsewhere:
+            return _start_copy(lambda: self._copy_elsewhere(memory, after, reading=reading, timeout_s=timeout_s))
+        nbytes = memory.nbytes
+        return _start_copy(lambda: self._copy(memory, after, reading=reading), inline=nbytes <= INLINE_BYTES)
 
     def _copy(self, memory: LocalMemory, after: Any, *, reading: bool) -> None:
         if not isinstance(self._region, Region):
@@ -195,10 +212,50 @@ class Buffer:
             else:
                 cuda.copy_to_device(memory, shared, after, reading=reading)
 
+    def _copy_elsewhere(self, memory: LocalMemory, after: Any, *, reading: bool, timeout_s: float) -> None:
+        owner, region, layout = self._known_owner(), self._region, self._layout
+        if memory.address is None:  # on a GPU of this machine: by way of the CPU
+            import torch
+
+            here = torch.empty(memory.nbytes, dtype=torch.uint8)
+            if not reading:
+                cuda.copy_to_device(memory, here, after, reading=False)
+        else:
+            here = bytes_at(memory.address, memory.nbytes)
+        view: Any = memoryview(here.numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
+
+        def start(process: Any, at: int, nbytes: int) -> Future[Any]:
+            start_at = memory.offset + at
+            if reading:
+                return process._run(_read_part, region, layout, start_at, nbytes)  # type: ignore[no-any-return]
+            return process._run(_write_part, region, layout, start_at, bytes(view[at : at + nbytes]))  # type: ignore[no-any-return]
+
+        def take(at: int, answer: bytes | None) -> None:
+            if answer is not None:
+                view[at : at + len(answer)] = answer
+
+        elsewhere.copy_in_parts(owner, memory.nbytes, start, take, timeout_s)
+        if memory.address is None and reading:
+            cuda.copy_to_device(memory, here, after, reading=True)
+
+    def _drop_elsewhere(self) -> Future[None]:
+        owner, region, layout = self._known_owner(), self._region, self._layout
+        start = lambda process, at, nbytes: process._run(_drop, region, layout)  # noqa: E731
+        return _start_copy(lambda: elsewhere.copy_in_parts(owner, 1, start, lambda at, answer: None, _DROP_TIMEOUT_S))
+
+    def _known_owner(self) -> NodeAddress:
+        if self._owner is None:
+            raise TransferError(
+                f"this buffer of {self.nbytes:,} bytes is in the memory of {self.owner} on another machine, and did "
+                "not come by a message between actors; return it from an endpoint, or pass it to one"
+            )
+        return self._owner
+
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self._region, Region):
             cuda.record_enqueued()  # it may also leave by other ways than a message between actors
-        return _rebuild_buffer, (self._region, self._layout)
+        is_own = not self._is_elsewhere and self._owner is None and has_local_transport()
+        return _rebuild_buffer, (self._region, self._layout, local_transport().address if is_own else self._owner)
 
     def __repr__(self) -> str:
         what = f"{list(self._layout.shape)}, {self._layout.dtype}, {self._layout.nbytes:,} bytes"
@@ -208,12 +265,32 @@ class Buffer:
 RDMABuffer = Buffer  # Monarch's name
 
 
-def _rebuild_buffer(region: Region | cuda.CudaRegion, layout: Layout) -> Buffer:
+def _rebuild_buffer(region: Region | cuda.CudaRegion, layout: Layout, owner: NodeAddress | None = None) -> Buffer:
     buffer = object.__new__(Buffer)
     buffer._region = region
     buffer._layout = layout
     buffer._storage = None
+    buffer._owner = owner
     return buffer
+
+
+# What a thread of the owner's process does for one on another machine.
+
+
+def _read_part(region: Region | cuda.CudaRegion, layout: Layout, offset: int, nbytes: int) -> bytearray:
+    part = bytearray(nbytes)
+    buffer = _rebuild_buffer(region, layout)
+    buffer._copy(LocalMemory.of(part, layout, writable=True, offset=offset, verb="read"), None, reading=True)
+    return part
+
+
+def _write_part(region: Region | cuda.CudaRegion, layout: Layout, offset: int, part: bytes) -> None:
+    buffer = _rebuild_buffer(region, layout)
+    buffer._copy(LocalMemory.of(part, layout, writable=False, offset=offset, verb="write"), None, reading=False)
+
+
+def _drop(region: Region | cuda.CudaRegion, layout: Layout) -> None:
+    _rebuild_buffer(region, layout).drop()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,10 +301,10 @@ _copy_executor: ThreadPoolExecutor | None = None
 _copy_executor_lock = threading.Lock()
 
 
-def _start_copy(nbytes: int, copy: Callable[[], None]) -> Future[None]:
+def _start_copy(copy: Callable[[], None], *, inline: bool = False) -> Future[None]:
     """Start a copy and return its future.
 
-    A copy of up to `INLINE_BYTES` is done on return; larger ones run on a thread, so that an event loop is not blocked.
+    An inline one is done on return; others run on a thread, so that an event loop is not blocked.
     """
     future: Future[None] = Future("the copy")
 
@@ -239,10 +316,10 @@ def _start_copy(nbytes: int, copy: Callable[[], None]) -> Future[None]:
         else:
             future.resolve(lambda: None)
 
-    if nbytes > INLINE_BYTES:
-        _get_copy_executor().submit(work)
-    else:
+    if inline:
         work()
+    else:
+        _get_copy_executor().submit(work)
     return future
 
 

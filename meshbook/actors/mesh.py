@@ -94,6 +94,12 @@ class ActorMesh(MeshTrait, Generic[T]):
         self._send("=now", (function, *args), kwargs, gather)
         return gather.future
 
+    def _run(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run `function(…)` on a thread of the one process of this mesh, outside any actor."""
+        gather = self._collector(function.__name__, _single_value)
+        self._send("=run", (function, *args), {}, gather)
+        return gather.future
+
     def _collector(self, method: str, *args: Any, **options: Any) -> GatherCollector:
         return GatherCollector(self._ref, self._axes, method, *args, **options)
 

@@ -24,6 +24,7 @@ from meshbook.actors.runtime.futures import Future, run_in_thread
 from meshbook.actors.runtime.refs import ActorRef, ProcMeshRef
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import local_transport
+from meshbook.actors.session_relay import SessionRelay
 from meshbook.controller.background_output import background_output_of
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, UsageError
@@ -137,13 +138,16 @@ class RankProcBackend(ProcBackend):
         self._lock = threading.Lock()
         self._procs_ref: ProcMeshRef | None = None
         self._incarnations: tuple[int, ...] = ()  # of the ranks whose addresses it has
+        self._nodes: dict[tuple[int, int], str] = {}  # of each process that it has known, by rank and pid
         self.ready = Future("the processes")
         self.references = MeshReferences(session)
-        session.lost_listeners.append(record_exits)
+        session.lost_listeners.append(self._record_exits)
         session.healed_hooks.append(unhandled_faults.ranks_replaced)
-        session.connection.listeners.mesh_stopped.append(functools.partial(record_mesh_end, weakref.ref(session)))
+        session.connection.listeners.mesh_stopped.append(functools.partial(_record_mesh_end, weakref.ref(self)))
         known_sessions.add(session)
         prepare_client()
+        has_other_machines = session.info.spec is not None and bool(session.info.spec.on)
+        self._relay = SessionRelay(session, local_transport()) if has_other_machines else None
         background_output_of(session).all_clients = True
 
     def procs_ref(self) -> ProcMeshRef:
@@ -162,8 +166,22 @@ class RankProcBackend(ProcBackend):
                     query_addresses(self._session, self.axes),
                     self._session.name,
                 )
+                found = zip(self.axes.ranks, self._procs_ref.addresses, strict=True)
+                self._nodes |= {(rank, address.pid): address.node for rank, address in found if address.pid}
+                if self._relay is not None:
+                    self._relay.add_nodes(set(self._nodes.values()))
                 self.ready.resolve(lambda: True)
         return self._procs_ref
+
+    def living_nodes(self) -> dict[str, int]:
+        """Return the rank of each process that has not ended, as far as this program knows."""
+        ranks = ((info.rank, info.pid or 0) for info in self._session.info.ranks if info.exit is None)
+        return {self._nodes[one]: one[0] for one in ranks if one in self._nodes}
+
+    def _record_exits(self, exited: tuple[messages.RankExited, ...]) -> None:
+        for one in exited:
+            if (node := self._nodes.get((one.rank, one.pid))) is not None:
+                local_transport().exit_reasons.record(node, one.description_with_reason)
 
     def mesh(self) -> Any:
         from meshbook.controller.mesh import Mesh
@@ -237,21 +255,21 @@ def query_addresses(session: Session, axes: MeshAxes) -> tuple[NodeAddress, ...]
     return tuple(found.get(rank, lost) for rank in axes.ranks)
 
 
-def record_mesh_end(session: weakref.ref[Session], reason: str) -> None:
-    if (ended := session()) is not None:
-        pids = [rank.pid for rank in ended.info.ranks if rank.pid is not None and rank.exit is None]
-        local_transport().exit_reasons.record_mesh_end(pids, reason)
+def _record_mesh_end(ended: weakref.ref[RankProcBackend], reason: str) -> None:
+    if (backend := ended()) is not None:
+        local_transport().exit_reasons.record_mesh_end(backend.living_nodes(), reason)
 
 
-def ask_exit(pid: int, then: Callable[[], None]) -> bool:
+def ask_exit(node: str, then: Callable[[], None]) -> bool:
     """Have the mesh of a process look whether it has ended; call `then` when its exit has been recorded, or it runs.
 
     Returns:
         Whether a mesh has such a process.
     """
     for session in list(known_sessions):
-        ranks = tuple(rank.rank for rank in session.info.ranks if rank.pid == pid)
-        if ranks:
+        backend = session.extras.get("actors")
+        rank = backend.living_nodes().get(node) if isinstance(backend, RankProcBackend) else None
+        if rank is not None:
             break
     else:  # it was replaced, which was recorded
         return False
@@ -263,13 +281,7 @@ def ask_exit(pid: int, then: Callable[[], None]) -> bool:
             then()
 
     try:
-        connection.request(messages.CheckExits(connection.next_call_id(), ranks)).add_done_callback(answered)
+        connection.request(messages.CheckExits(connection.next_call_id(), (rank,))).add_done_callback(answered)
     except MeshbookError:
         then()
     return True
-
-
-def record_exits(exited: tuple[messages.RankExited, ...]) -> None:
-    for rank in exited:
-        why = " because the host ran out of memory" if rank.oom_killed else ""
-        local_transport().exit_reasons.record(rank.pid, f"{rank.description}{why}")

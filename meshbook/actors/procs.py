@@ -32,7 +32,7 @@ from meshbook.actors.shape import MeshTrait
 from meshbook.actors.spawned_procs import SpawnedProcBackend
 from meshbook.errors import MeshTimeout, UsageError
 from meshbook.mesh_axes import MeshAxes
-from meshbook.wire import messages, pickling
+from meshbook.wire import messages
 
 if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
@@ -123,14 +123,9 @@ class ProcMesh(MeshTrait):
 
     @classmethod
     def from_mesh(cls, mesh: Mesh) -> ProcMesh:
-        """Return the ranks of a Meshbook mesh, or of a slice of one. Raises UsageError: they are on other machines."""
-        grid, spec = mesh.session.axes, mesh.session.info.spec
+        """Return the ranks of a Meshbook mesh, or of a slice of one."""
+        grid = mesh.session.axes
         assert grid is not None
-        if spec is not None and spec.on:
-            raise UsageError(
-                "actors speak over sockets of one machine, and the ranks of this mesh are on others "
-                f"({spec.on.partition('?')[0]}); start a mesh on this machine for them: %mesh start --name actors -n 4"
-            )
         backend = mesh.session.extras.get("actors")
         if backend is None:
             backend = mesh.session.extras["actors"] = RankProcBackend(mesh.session, grid)
@@ -184,15 +179,12 @@ class ProcMesh(MeshTrait):
         owner = instance.address
         peers = [ref.peer(rank) for rank in range(len(ref.addresses))]
         pinned: list[Any] = []
-        payload = pickling.dump(
+        payload = transport.payloads.pack_payload(
             class_and_arguments,
-            pool=transport.payloads.pool,
-            readers=[peer.id for peer in peers],
-            persistent=ref.references.persistent_id_for(ref.mesh_ranks, pinned) if ref.references else None,
+            peers,
             name=("the class", "args", "kwargs", "the mesh", "its opener"),
+            persistent_id=ref.references.persistent_id_for(ref.mesh_ranks, pinned) if ref.references else None,
         )
-        if payload.buffers:
-            transport.payloads.on_segments_used()
         rank_by_node = {address.node: rank for rank, address in enumerate(ref.addresses)}
         registry.owned[ref.id] = OwnedMesh(ref, owner.actor, rank_by_node, self._backend.is_stopping)
         gather = mesh._collector("spawn", label=f"the spawn of {ref.name!r}")

@@ -59,6 +59,14 @@ _FORWARDED = (
     messages.SetPreemptionPoint,
     messages.LeaveDebugger,
     messages.PromptsOpen,
+    messages.RelayBytes,
+)
+# Reports of ranks that are the supervisor's business.
+_PASSED_ON = (
+    messages.CheckpointWritten,
+    messages.TransportFailed,
+    messages.ActorsOpened,
+    messages.BytesRelayed,
 )
 # Commands that service threads answer.
 _QUERIES = (
@@ -266,7 +274,7 @@ class HostAgent:
                 self._carry_out(ledger.calls.prompt(messages.InputRequest(call, rank, prompt, password, stop), now))
             case messages.RankSnapshotReply():
                 self._snapshots.reply_received(message)
-            case messages.CheckpointWritten() | messages.TransportFailed():
+            case _ if isinstance(message, _PASSED_ON):
                 self._report(message)
             case messages.RankTerminating(rank=rank):
                 self._report(messages.TerminationRequested((rank,)))

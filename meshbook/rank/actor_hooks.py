@@ -6,21 +6,52 @@ Actors are a sibling package of ranks, not a dependency, so they are imported by
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshbook.wire.messages import ActiveEndpoint
+from meshbook.rank.device import select_device
+from meshbook.wire import messages
+
+if TYPE_CHECKING:
+    from meshbook.rank.objects import RankObjects
+    from meshbook.rank.outbox import Outbox
+    from meshbook.wire.spawn import RankConfig
 
 ACTORS_MODULE = "meshbook.actors.runtime.rank_hooks"
 
 
-def enable_actors(
-    resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]], use_device: Callable[[], None]
-) -> Any:
-    """Open this rank to actors; return the reply to `OpenActors`."""
-    return importlib.import_module(ACTORS_MODULE).enable_actors(resolve, resolvers, use_device)
+def make_opener(
+    config: RankConfig, device: str, objects: RankObjects, outbox: Outbox
+) -> Callable[[messages.OpenActors], list[Any]]:
+    """Return the function that opens this rank to actors, and returns its address."""
+
+    def relay(piece: messages.RelayedBytes) -> None:
+        outbox.put(messages.BytesRelayed(piece, config.rank))
+
+    def open_actors(_: messages.OpenActors) -> list[Any]:
+        has_other_machines = bool(config.spec.on)
+        address: list[Any] = importlib.import_module(ACTORS_MODULE).enable_actors(
+            objects.resolve,
+            objects.resolvers,
+            partial(select_device, device),
+            relay if has_other_machines else None,
+            config.address,
+        )
+        if has_other_machines:
+            outbox.put(messages.ActorsOpened(address[0], os.getpid(), config.rank))
+        return address
+
+    return open_actors
+
+
+def piece_received(piece: messages.RelayedBytes) -> None:
+    """Take what a process on another machine has sent to this rank's actors."""
+    if (actors := _imported()) is not None:
+        actors.piece_received(piece)
 
 
 def end_actors() -> None:
@@ -40,7 +71,7 @@ def call_ended() -> None:
         actors.call_ended()
 
 
-def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:
+def snapshot_endpoints() -> tuple[messages.ActiveEndpoint, ...]:
     """Return the endpoints that the rank's actors are executing."""
     actors = _imported()
     return () if actors is None else actors.snapshot_endpoints()

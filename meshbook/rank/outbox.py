@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 
@@ -18,6 +19,7 @@ class Outbox:
     def __init__(self) -> None:
         self._reports: queue.SimpleQueue[messages.RankReport] = queue.SimpleQueue()
         self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
 
     def put(self, report: messages.RankReport) -> None:
         """Hand over a report. Any thread; does not block."""
@@ -26,7 +28,8 @@ class Outbox:
 
     def drain(self) -> list[messages.RankReport]:
         """Return the reports that were put."""
-        os.read(self.fd, 4096)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
         found = []
         while not self._reports.empty():
             found.append(self._reports.get())

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from meshbook.rank import actor_hooks
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.cells.stop_requests import StopRequests
 from meshbook.rank.debug_port import DebugPortDoor
-from meshbook.rank.device import select_device
 from meshbook.rank.differences.sentinel_door import SentinelDoor
-from meshbook.rank.objects import RankObjects
 from meshbook.rank.preemption import PreemptionPoint
 from meshbook.rank.previews import introspection
 from meshbook.rank.process_groups.rank_groups import RankGroups
@@ -24,12 +20,12 @@ from meshbook.wire import messages
 def make_query_handlers(
     shell: RankShell,
     groups: RankGroups,
-    objects: RankObjects,
-    device: str,
     preemption: PreemptionPoint,
     sentinel: SentinelDoor,
     stop_requests: StopRequests,
     debug_port: DebugPortDoor,
+    *,
+    open_actors: Callable[[messages.OpenActors], Any],
 ) -> dict[type, Callable[[Any], Any]]:
     """Return the functions that answer queries; each returns the content of a `RankReply`."""
     return {
@@ -41,7 +37,5 @@ def make_query_handlers(
         messages.QuerySentinel: lambda _: msgspec.to_builtins(sentinel.report()),
         messages.StopInDebugger: lambda ask: msgspec.to_builtins(stop_requests.request(ask)),
         messages.OpenDebugPort: lambda ask: msgspec.to_builtins(debug_port.open(ask)),
-        messages.OpenActors: lambda ask: actor_hooks.enable_actors(
-            objects.resolve, objects.resolvers, partial(select_device, device)
-        ),
+        messages.OpenActors: open_actors,
     }

@@ -179,6 +179,7 @@ class Service:
         self._output.pump()
         if self._is_exiting and not self._is_final_output_sent:
             self._is_final_output_sent = True
+            self._send_reports()
             self._reporter.send_output(self._socket)
             self._send(messages.RankExiting(rank=self._config.rank))
         else:
@@ -215,6 +216,7 @@ class Service:
             except BaseException as error:  # user code may raise anything
                 answered = {"error": f"{type(error).__name__}: {message_of(error)}"}
             query: Any = command
+            self._send_reports()  # of what the answer is about
             self._send(messages.RankReply(rank=self._config.rank, call=query.call, content=answered))
             return
         match command:
@@ -222,6 +224,8 @@ class Service:
                 self._interrupt_call(target, hard=hard)
             case messages.LeaveDebugger():
                 self._leave_debugger(command)
+            case messages.RelayBytes(piece=piece):
+                actor_hooks.piece_received(piece)
             case messages.AbortCollectives(reason=reason, interrupt=interrupt, generation=generation, call=about):
                 self._groups.abort(reason, interrupt=interrupt, generation=generation, call=about)
             case messages.HoldCollectives(about_call=about):
@@ -240,12 +244,8 @@ class Service:
                     self._objects.drop_client(client)
             case messages.TakeSnapshots():
                 self._send_snapshot(command)
-            case messages.WriteCheckpoint(save=save):
-                self._checkpoints.write_files(save)
-            case messages.WriteCheckpointMetadata(save=save):
-                self._checkpoints.write_metadata(save)
-            case messages.DropCheckpoint(save=save):
-                self._checkpoints.drop(save)
+            case messages.WriteCheckpoint() | messages.WriteCheckpointMetadata() | messages.DropCheckpoint():
+                self._checkpoints.carry_out(command)
             case messages.SetPreemptionPoint(about_call=about, at=at, reason=reason):
                 self._preemption.decide(about, at, reason)
             case messages.Exit() if self._is_exiting:

@@ -6,8 +6,8 @@ test can run a year of failures in a millisecond, and a saved list of events rep
 
 `MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
 `call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
-`group_state`, `history`, `past_cells`, `exit_checks`, `log_searches`, `monitoring`, `checkpoints`, `rank_changes`
-(`healing`, `resizing`, `preemption`).
+`group_state`, `history`, `past_cells`, `exit_checks`, `log_searches`, `actor_relay`, `monitoring`, `checkpoints`,
+`rank_changes` (`healing`, `resizing`, `preemption`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.ids import format_ranks, name_ranks
+from meshbook.supervisor.actor_relay import ActorRelay
 from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.checkpoints import CheckpointSaves
 from meshbook.supervisor.clients import Client, Clients
@@ -87,6 +88,7 @@ class MeshState:
             self._monitoring, self.machines, self.info, pid=pid, mesh_id=f"{pid}-{started_at:.0f}",
         )  # fmt: skip
         self._logs = LogSearches(self._ranks, self.machines)
+        self._actors = ActorRelay(self._ranks)
         self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
             messages.Interrupt: self._interrupt,
@@ -98,6 +100,7 @@ class MeshState:
             ),
             messages.QueryHosts: lambda client, command, *_: self._reply(client, command, hosts=self.machines.infos()),
             **self._logs.command_handlers,
+            **self._actors.command_handlers,
             **self._past_cells.command_handlers,
             **self.changes.command_handlers,
             messages.StopMesh: self._stop_mesh,
@@ -122,6 +125,7 @@ class MeshState:
             ],
             messages.InputRequest: self._input_requests.requested,
             **ExitChecks(self._ranks, self._calls).report_handlers,
+            **self._actors.report_handlers,
             messages.CommandReply: lambda host, report, now: self._logs.replied(report),
             messages.LogsFound: lambda host, report, now: self._logs.found(host, report),
             messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
@@ -153,6 +157,7 @@ class MeshState:
         self._past_cells.client_left(client_id, now)
         self._monitoring.client_disconnected(client_id)
         effects = [*self._input_requests.client_left(client_id), *self._logs.client_left(client_id)]
+        effects += self._actors.client_left(client_id)
         living = self._ranks.living
         if client.has_called and living:
             effects.append(self._ranks.send(living, messages.Release(ranks=living, client=client_id)))
@@ -320,13 +325,14 @@ class MeshState:
         """Handle exits of the same moment: a client that hears of one hears of all."""
         if self._calls.is_stopping:
             return []
+        ended = self._actors.ranks_exited(reports)
         exits = [report for report in reports if self._ranks.rank_exited(report)]
         if not exits:
-            return []
+            return ended
         if self._startup.is_pending:
             return self._startup.rank_exited(exits[0])
         self._groups.rank_lost()
-        effects: list[Effect] = [self._mesh_changed(*exits)]
+        effects: list[Effect] = [self._mesh_changed(*exits), *ended]
         for report in exits:
             saves = self.saves.rank_lost(report)
             effects += [*self._scheduler.rank_lost(report), *saves]

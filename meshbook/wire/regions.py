@@ -194,8 +194,7 @@ class RegionReader:
         if region.machine != machine_id():
             raise TransferError(
                 f"this buffer of {_format_size(region.nbytes)} is in the memory of process {region.pid} on "
-                f"another machine, and no engine here offers a transport between machines; send the tensor "
-                f"itself as an argument"
+                f"another machine"
             )
         with self._lock:
             for key in [key for key, other in self._owners.items() if other.is_dead()]:

@@ -226,10 +226,12 @@ def test_a_forked_child_offers_nothing_of_its_parents(owner: OtherProcess) -> No
         read(buffer)
 
 
-def test_memory_of_another_machine_is_refused_with_what_to_do(owner: OtherProcess) -> None:
+def test_memory_of_another_machine_that_no_message_between_actors_has_brought_is_refused(
+    owner: OtherProcess,
+) -> None:
     buffer = owner.evaluate("t = torch.ones(5); buffer = Buffer(t); buffer")
     buffer._region = buffer._region._replace(machine="another")
-    with pytest.raises(TransferError, match=r"another machine.*no engine here offers.*send the tensor"):
+    with pytest.raises(TransferError, match=r"another machine.*by a message between actors; return it from an"):
         read(buffer)
 
 

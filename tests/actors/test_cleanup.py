@@ -25,7 +25,6 @@ import pytest
 import meshbook
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import interrupt
-from meshbook.actors.proc_backends import record_exits
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import actor_loop, futures, unix_sockets
 from meshbook.actors.runtime import registry as lives
@@ -494,10 +493,8 @@ def test_a_mesh_whose_supervisor_and_standby_were_killed_is_a_failure(unhandled:
 
 
 def test_that_memory_ran_out_is_part_of_how_a_process_has_ended() -> None:
-    address = messages.NodeAddress("", "", 1 << 30)  # a pid that no process has
-    record_exits((messages.RankExited(0, address.pid, None, 9, "one", (), None, oom_killed=True),))
-    how = local_transport().exit_reasons.describe(address, wait=False)
-    assert how == f"its process (pid {address.pid}) was killed by SIGKILL because the host ran out of memory"
+    exited = messages.RankExited(0, 7, None, 9, "one", (), None, oom_killed=True)
+    assert exited.description_with_reason == "was killed by SIGKILL because the host ran out of memory"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

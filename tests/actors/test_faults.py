@@ -74,8 +74,8 @@ def test_callers_and_owners_hear_how_a_process_has_ended_however_late_its_superv
     monkeypatch.setattr(reasons, "ask_after_s", 0.0)
     ask: Any = reasons.ask
 
-    def note_and_ask(pid: int, then: Any) -> None:
-        ask(pid, then)
+    def note_and_ask(node: str, then: Any) -> None:
+        ask(node, then)
         asked.release()
 
     monkeypatch.setattr(reasons, "ask", note_and_ask)

@@ -94,7 +94,7 @@ def test_what_is_remembered_of_ended_processes_and_failures_has_an_end() -> None
     assert (
         type(replies.reported_failures)
         is type(replies.stopped_procs)
-        is type(local_transport().exit_reasons._reason_by_pid)
+        is type(local_transport().exit_reasons._reason_by_node)
         is BoundedDict
     )
     post = local_transport()

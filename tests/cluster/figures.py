@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshbook.actor import Actor, ActorMesh, endpoint
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
@@ -103,6 +104,8 @@ def measure(bed: Bed) -> None:
         pull = best(lambda: mesh.pull("value")[0], 8)
         print(f"64 MiB pulled from it, best of 8: {pull:.3f} s, {MB_64 / pull / 1e6:.0f} MB/s")
     with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
+        measure_actors(mesh)
+    with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
         future = mesh.run("import time; time.sleep(1000)", wait=False)
         time.sleep(1)
         bed.power_off("n2")
@@ -112,6 +115,38 @@ def measure(bed: Bed) -> None:
         begun = time.perf_counter()
         mesh.stop()
         print(f"the mesh with it is stopped after {time.perf_counter() - begun:.1f} s")
+
+
+class Caller(Actor):
+    @endpoint
+    def echo(self, value: object) -> object:
+        return value
+
+    @endpoint
+    def measure(self, other: ActorMesh[Caller], nbytes: int, times: int) -> float:
+        """The least of the seconds in which another actor answers to so many bytes."""
+        value = bytes(nbytes)
+        return best(lambda: other.take.call_one(value).get(WAIT_S), times)
+
+    @endpoint
+    def take(self, value: bytes) -> int:
+        return len(value)
+
+
+def measure_actors(mesh: Mesh) -> None:
+    callers = mesh.spawn("callers", Caller)
+    callers.echo.call(0).get(WAIT_S)
+    first, near, far = (callers.slice(rank=rank) for rank in (0, 1, 3))
+    for who, other in (("on the same machine", near), ("on the other one", far)):
+        call = first.measure.call_one(other, 0, 200).get(WAIT_S)
+        large = first.measure.call_one(other, MB_64, 5).get(WAIT_S)
+        print(f"an actor calls one {who}, best of 200: {call * 1000:.2f} ms")
+        print(f"  with 64 MiB, best of 5: {large:.3f} s, {MB_64 / large / 1e6:.0f} MB/s")
+    value = bytes(MB_64)
+    call = best(lambda: far.take.call_one(b"").get(WAIT_S), 200)
+    large = best(lambda: far.take.call_one(value).get(WAIT_S), 5)
+    print(f"the notebook calls one on a machine by ssh, best of 200: {call * 1000:.2f} ms")
+    print(f"  with 64 MiB, best of 5: {large:.3f} s, {MB_64 / large / 1e6:.0f} MB/s")
 
 
 if __name__ == "__main__":

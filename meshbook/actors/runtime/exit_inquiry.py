@@ -26,7 +26,7 @@ class ExitInquiry:
 
     def __init__(self, transport: Transport, owners: Callable[[], Iterable[NodeAddress]]) -> None:
         """owners: returns the processes that own actors of this one."""
-        self.ask_here: Callable[[int, Callable[[], None]], bool] = lambda pid, then: False
+        self.ask_here: Callable[[str, Callable[[], None]], bool] = lambda node, then: False
         self._transport, self._owners = transport, owners
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[Any, Callable[[], None]]] = {}  # number -> who was asked, and what follows
@@ -34,9 +34,9 @@ class ExitInquiry:
         transport.message_handlers[messages.ExitAnswer] = self._answered
         transport.peer_lost_callbacks.append(self._peer_lost)
 
-    def ask(self, pid: int, then: Callable[[], None]) -> None:
+    def ask(self, node: str, then: Callable[[], None]) -> None:
         """Have it looked how a process has exited; call `then` when that is recorded, or not known. Any thread."""
-        if self.ask_here(pid, then):
+        if self.ask_here(node, then):
             return
         for address in self._owners():
             if address.node == self._transport.address.node:
@@ -48,7 +48,7 @@ class ExitInquiry:
             number = next(self._numbers)
             self._open[number] = peer, then
             try:
-                peer.send(encode(messages.AskExit(number, pid)))
+                peer.send(encode(messages.AskExit(number, node)))
                 return
             except PeerLost:
                 if self._open.pop(number, None) is None:  # `_peer_lost` was faster
@@ -59,18 +59,18 @@ class ExitInquiry:
         reasons = self._transport.exit_reasons
 
         def answer() -> None:
-            reason = reasons.reason_of(question.pid)
+            reason = reasons.reason_of(question.node)
             with contextlib.suppress(PeerLost):
-                peer.send(encode(messages.ExitAnswer(question.number, question.pid, reason)))
+                peer.send(encode(messages.ExitAnswer(question.number, question.node, reason)))
 
         if reasons.ask is None:
             answer()
         else:
-            reasons.ask(question.pid, answer)
+            reasons.ask(question.node, answer)
 
     def _answered(self, peer: Any, answer: messages.ExitAnswer) -> None:
         if answer.reason:
-            self._transport.exit_reasons.record(answer.pid, answer.reason)
+            self._transport.exit_reasons.record(answer.node, answer.reason)
         if (asked := self._open.pop(answer.number, None)) is not None:
             asked[1]()
 

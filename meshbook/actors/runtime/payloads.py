@@ -94,19 +94,26 @@ class PayloadCodec:
     ) -> tuple[bytes | None, messages.Payload | None]:
         """Pack a value for these peers: (plain, None) or (None, payload).
 
+        What one of them cannot read, because it is on another machine, is in the payload for all.
+
         Raises:
             TransferError: it cannot be pickled; the message names the part.
         """
         hand_over()
         if _subtract_items(value, _PLAIN_ITEMS) >= 0:
             return pickle.dumps(value, 5), None
+        return None, self.pack_payload(value, peers, name=name, persistent_id=persistent_id or self.persistent_id)
+
+    def pack_payload(
+        self, value: Any, peers: Sequence[Any], *, name: str | Sequence[str], persistent_id: Any = None
+    ) -> messages.Payload:
+        """Pack a value as a payload, as `pack`."""
+        pool = self.pool if all(peer.is_local for peer in peers) else None
         readers = [peer.id for peer in peers]
-        payload = pickling.dump(
-            value, pool=self.pool, readers=readers, persistent=persistent_id or self.persistent_id, name=name
-        )
-        if payload.buffers:
+        payload = pickling.dump(value, pool=pool, readers=readers, persistent=persistent_id, name=name)
+        if pool is not None and payload.buffers:
             self.on_segments_used()
-        return None, payload
+        return payload
 
     def pack_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Sequence[Any], *, persistent_id: Any = None

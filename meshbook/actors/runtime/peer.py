@@ -23,19 +23,77 @@ _LENGTH_BYTES = 4
 _READ_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20  # socket buffer: holds thousands of small calls before the sender has to queue them itself
 _MAX_GREETING_BYTES = 4096  # maximum frame size from a peer that has not shown the key yet
-_MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
+MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
 _peer_ids = itertools.count(1)
+
+
+def next_peer_id() -> int:
+    return next(_peer_ids)
 
 
 class PeerLost(Exception):
     """The other process has exited, or never existed."""
 
 
+class FrameReader:
+    """Cuts what arrives on a connection into the bodies of frames.
+
+    Args:
+        is_known: whether a PeerHello has come; until then, frames are small.
+    """
+
+    def __init__(self, is_known: Callable[[], bool]) -> None:
+        self._is_known = is_known
+        self._partial_frame = bytearray()
+
+    def split(self, chunk: bytes | bytearray) -> Iterator[memoryview]:
+        """Return the bodies that are complete with this chunk.
+
+        Raises:
+            ProtocolError: a frame exceeds the maximum size; here, or as the bodies are taken.
+        """
+        if self._partial_frame:
+            self._partial_frame += chunk
+            if len(self._partial_frame) < self._num_bytes_needed():
+                return iter(())
+            chunk, self._partial_frame = self._partial_frame, bytearray()
+        return self._split_bodies(chunk)
+
+    def _num_bytes_needed(self) -> int:
+        if len(self._partial_frame) < _LENGTH_BYTES:
+            return _LENGTH_BYTES
+        size = int.from_bytes(self._partial_frame[:_LENGTH_BYTES], "little")
+        self._check_size(size)
+        return _LENGTH_BYTES + size
+
+    def _check_size(self, size: int) -> None:
+        allowed = codec.MAX_MESSAGE_BYTES if self._is_known() else _MAX_GREETING_BYTES
+        if size > allowed:
+            raise ProtocolError(f"a frame of {size} bytes came; {allowed} are allowed")
+
+    def _split_bodies(self, chunk: bytes | bytearray) -> Iterator[memoryview]:
+        view, at, end = memoryview(chunk), 0, len(chunk)
+        try:
+            while end - at >= _LENGTH_BYTES:
+                size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
+                if size > _MAX_GREETING_BYTES:
+                    self._check_size(size)
+                if end - at - _LENGTH_BYTES < size:
+                    break
+                start, at = at + _LENGTH_BYTES, at + _LENGTH_BYTES + size
+                yield view[start:at]
+        finally:
+            if at < end:
+                self._partial_frame = bytearray(view[at:])
+
+
 class Peer:
     """The other end of a connection. `id` identifies it within this process and is never reused."""
 
+    is_local = True  # it can read shared memory of this process
+
     def __init__(self, socket: sockets.socket, address: NodeAddress | None, reactor: Reactor) -> None:
-        self.id = next(_peer_ids)
+        self.id = next_peer_id()
         self.socket = socket
         self.address = address  # None: no PeerHello received yet
         self.lost_reason: str | None = None
@@ -45,7 +103,7 @@ class Peer:
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
         self._drained = threading.Condition(self._lock)
-        self._partial_frame = bytearray()
+        self._frames = FrameReader(lambda: self.address is not None)
         socket.setblocking(False)
         for option in (sockets.SO_SNDBUF, sockets.SO_RCVBUF):
             with contextlib.suppress(OSError):
@@ -74,9 +132,9 @@ class Peer:
                 self._reactor.watch_writable(self.socket)
             self._backlog.append(memoryview(data)[sent:])
             self._backlog_bytes += len(data) - sent
-            if self._backlog_bytes > _MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
+            if self._backlog_bytes > MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
                 self._drained.wait_for(
-                    lambda: self._backlog_bytes < _MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
+                    lambda: self._backlog_bytes < MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
                 )
 
     def flush(self) -> bool:
@@ -111,39 +169,7 @@ class Peer:
             return None
         if not chunk:
             return None
-        if self._partial_frame:
-            self._partial_frame += chunk
-            if len(self._partial_frame) < self._num_bytes_needed():
-                return iter(())
-            chunk, self._partial_frame = bytes(self._partial_frame), bytearray()
-        return self._split_bodies(chunk)
-
-    def _num_bytes_needed(self) -> int:
-        if len(self._partial_frame) < _LENGTH_BYTES:
-            return _LENGTH_BYTES
-        size = int.from_bytes(self._partial_frame[:_LENGTH_BYTES], "little")
-        self._check_size(size)
-        return _LENGTH_BYTES + size
-
-    def _check_size(self, size: int) -> None:
-        allowed = codec.MAX_MESSAGE_BYTES if self.address is not None else _MAX_GREETING_BYTES
-        if size > allowed:
-            raise ProtocolError(f"a frame of {size} bytes came; {allowed} are allowed")
-
-    def _split_bodies(self, chunk: bytes) -> Iterator[memoryview]:
-        view, at, end = memoryview(chunk), 0, len(chunk)
-        try:
-            while end - at >= _LENGTH_BYTES:
-                size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
-                if size > _MAX_GREETING_BYTES:
-                    self._check_size(size)
-                if end - at - _LENGTH_BYTES < size:
-                    break
-                start, at = at + _LENGTH_BYTES, at + _LENGTH_BYTES + size
-                yield view[start:at]
-        finally:
-            if at < end:
-                self._partial_frame = bytearray(view[at:])
+        return self._frames.split(chunk)
 
     def close(self, reason: str) -> None:
         """Close the connection. Threads blocked in `send` are woken."""
@@ -153,7 +179,16 @@ class Peer:
             self._backlog.clear()
             self._backlog_bytes = 0
             self._drained.notify_all()
+            self._reactor.unregister(self.socket)
             self.socket.close()
+
+    def cut_off(self) -> None:
+        """Have the other side know that nothing more of it is taken; closing the socket does."""
+
+    def drop_inherited(self, reason: str) -> None:
+        """After a fork, in the child: the connection is the parent's."""
+        self.lost_reason = reason
+        self.socket.close()
 
 
 def encode_frame(body: bytes) -> bytes:
@@ -168,8 +203,10 @@ def encode_frame(body: bytes) -> bytes:
 class Loopback:
     """This process as its own peer. Sent messages are dispatched on the reader thread, like those of others."""
 
+    is_local = True
+
     def __init__(self, address: NodeAddress, deliver: Callable[[Any, memoryview], None]) -> None:
-        self.id = next(_peer_ids)
+        self.id = next_peer_id()
         self.address = address
         self.lost_reason: str | None = None
         self.announced_exit: str | None = None

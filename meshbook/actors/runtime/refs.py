@@ -84,6 +84,8 @@ class ActorRef:
 
 
 class _LostPeer:
+    is_local = True
+
     def __init__(self, rank: int, reason: str, address: NodeAddress, announced_exit: str | None) -> None:
         self.id, self.lost_reason, self.address, self.announced_exit = -1 - rank, reason, address, announced_exit
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from meshbook.actors.runtime import faults
@@ -18,6 +19,7 @@ from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.refs import ActorRef
 from meshbook.actors.runtime.runner import ActorRunner
 from meshbook.actors.runtime.transport import Transport, encode, local_transport, unblock_signals
+from meshbook.actors.shape import Extent, Point
 from meshbook.clock import monotonic
 from meshbook.wire import messages
 from meshbook.wire.messages import NodeAddress
@@ -25,6 +27,7 @@ from meshbook.wire.process_control import ACTORS_GRACE_S
 from meshbook.wire.stop_timing import REASON_TIMEOUT_S
 
 _EXPLAIN_S = 0.25  # after which it is usually known how a process has exited; then between two looks
+_NO_POINT = Point(0, Extent((), ()))
 _DRAIN_S = 2.0  # of ACTORS_GRACE_S, for queued messages; the rest is for `__cleanup__`
 
 
@@ -43,6 +46,7 @@ class ActorRegistry:
         self.started_here: dict[str, Any] = {}
         # called for failures that no actor has handled
         self.on_unhandled_failure: Callable[[faults.MeshFailure, str], None] = _print_failure
+        self._process_threads = ThreadPoolExecutor(2, thread_name_prefix="meshbook-process")
         # id -> (name, reason), for replies to late callers
         self._ended_actors: BoundedDict[str, tuple[str, str]] = BoundedDict()
         transport.message_handlers.update(
@@ -99,6 +103,9 @@ class ActorRegistry:
         peer.send(encode(messages.ActorReply(request.call, PICKLED_NONE)))
 
     def _call(self, peer: Any, request: messages.CallActor) -> None:
+        if not request.actor and request.method == "=run":
+            self._process_threads.submit(self._call_process, IncomingCall(self.transport, peer, request))
+            return
         if not request.actor:
             rows = self.transport.payloads.pack(self.status_rows(), (peer,))
             peer.send(encode(messages.ActorReply(request.call, *rows)))
@@ -112,6 +119,15 @@ class ActorRegistry:
             threading.Thread(target=self._call_concurrently, args=(runner, call), daemon=True).start()
         else:
             runner.put(call)
+
+    def _call_process(self, call: IncomingCall) -> None:
+        """Run a function of this process that concerns no actor."""
+        try:
+            self.prepare_thread()
+            (function, *args), kwargs = call.unpack()
+            call.send_result(function(*args, **kwargs), _NO_POINT)
+        except BaseException as error:
+            call.send_failure(faults.describe_exception(error, call=call.request.call), _NO_POINT)
 
     def _call_concurrently(self, runner: ActorRunner, call: IncomingCall) -> None:
         """Run a function concurrently with the actor's messages."""

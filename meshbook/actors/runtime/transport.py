@@ -1,6 +1,7 @@
 """The actor transport of a process: one listening socket, one reader thread, one table of open calls.
 
-A caller writes to the other process's socket on its own thread. The reader thread receives messages and runs no user
+A caller writes to the other process's socket on its own thread; to one on another machine it sends in
+pieces (`other_machines`). The reader thread receives messages and runs no user
 code: it puts a call into its actor's mailbox and passes a reply to its handler. A closed connection means that the
 process has exited: every open call to it fails immediately. Everything that changes an open call (a reply, a lost
 process, a message of this process to itself) runs sequentially on the reader thread.
@@ -22,7 +23,7 @@ import selectors
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,13 +31,16 @@ import msgspec
 from meshbook.actors.runtime import unix_sockets
 from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.actors.runtime.exit_reasons import ExitReasons
+from meshbook.actors.runtime.other_machines import OtherMachines
 from meshbook.actors.runtime.payloads import PICKLED_NONE, PayloadCodec
 from meshbook.actors.runtime.peer import Loopback, Peer, PeerLost, encode_frame
 from meshbook.actors.runtime.reactor import Reactor
+from meshbook.actors.runtime.relayed_peer import RelayedPeer
 from meshbook.actors.runtime.reply_handlers import ReplyHandlers
 from meshbook.errors import ProtocolError
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import NodeAddress
+from meshbook.wire.regions import machine_id
 from meshbook.wire.stop_timing import STOP_SIGNAL
 
 log = logging.getLogger("meshbook.actors")
@@ -66,7 +70,7 @@ class Transport:
     """This process's connections to other processes with actors."""
 
     def __init__(self) -> None:
-        self.address = NodeAddress(secrets.token_hex(8), secrets.token_hex(16), os.getpid())
+        self.address = NodeAddress(secrets.token_hex(8), secrets.token_hex(16), os.getpid(), machine_id())
         self.payloads = PayloadCodec()
         self.replies = ReplyHandlers()
         self.exit_reasons = ExitReasons()
@@ -83,13 +87,14 @@ class Transport:
         self.peer_lost_callbacks: list[Callable[[Any, str], None]] = []
         self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._dispatch_own)}
         self._lost_nodes: deque[str] = deque()  # lost nodes of `_peers`, retained so that later senders get the reason
-        self._connections: set[Peer] = set()
+        self._connections: set[Any] = set()
         self._connect_lock = threading.Lock()
         self._listener = unix_sockets.listen(self.address.node)
         self._closed = False
         self._is_sweeping = False
         self.payloads.on_segments_used = self._start_sweeping
         self.reactor = Reactor()
+        self.machines = OtherMachines(self)
         self.reactor.register(self._listener, self._accept)
 
     # ---- sending
@@ -109,23 +114,32 @@ class Transport:
                 if found.lost_reason is None:
                     return found
                 raise PeerLost(found.lost_reason)
-            reason = f"its process (pid {address.pid}) has ended"
-            try:
-                peer = Peer(unix_sockets.connect(address.node), address, self.reactor)
-            except OSError as error:
-                raise PeerLost(reason) from error
+            peer = self._open_connection(address)
             try:
                 peer.send(encode(messages.PeerHello(codec.PROTOCOL.decode(), address.key, self.address)))
             except PeerLost as error:
+                reason = f"its process (pid {address.pid}) has ended"
                 peer.close(reason)
                 raise PeerLost(reason) from error
-            self._add_connection(peer)
+            self.add_connection(peer)
             self._peers[address.node] = peer  # last: other threads may send from now on, after the PeerHello
             return peer
 
-    def _add_connection(self, peer: Peer) -> None:
+    def _open_connection(self, address: NodeAddress) -> Peer | RelayedPeer:
+        if (peer := self.machines.connect(address)) is not None:
+            return peer
+        try:
+            return Peer(unix_sockets.connect(address.node), address, self.reactor)
+        except OSError as error:
+            is_elsewhere = address.machine != self.address.machine
+            what = "is on another machine, and no mesh of this process has it" if is_elsewhere else "has ended"
+            raise PeerLost(f"its process (pid {address.pid}) {what}") from error
+
+    def add_connection(self, peer: Peer | RelayedPeer) -> None:
+        """Handle what a peer sends from now on."""
         self._connections.add(peer)
-        self.reactor.register(peer.socket, functools.partial(self._on_peer_ready, peer))
+        if isinstance(peer, Peer):
+            self.reactor.register(peer.socket, functools.partial(self._on_peer_ready, peer))
 
     def report_lost_peer(self, handler_id: int, peer: Any, reason: str) -> None:
         """Report that a message to `peer` could not be sent. Any thread; the handler runs on the reader thread."""
@@ -150,7 +164,7 @@ class Transport:
                 self.reactor.call_later(1.0, lambda: self.reactor.register(self._listener, self._accept))
             return
         if unix_sockets.is_same_user(socket):
-            self._add_connection(Peer(socket, None, self.reactor))
+            self.add_connection(Peer(socket, None, self.reactor))
         else:
             socket.close()
 
@@ -159,10 +173,14 @@ class Transport:
             self.reactor.unwatch_writable(peer.socket)
         if not events & selectors.EVENT_READ:
             return
+        self.handle_bodies(peer, peer.read)
+
+    def handle_bodies(self, peer: Peer | RelayedPeer, read: Callable[[], Iterator[memoryview] | None]) -> None:
+        """Handle the bodies of frames that `read` returns, or the end of the connection."""
         try:
-            bodies = peer.read()
+            bodies = read()
             if bodies is None:
-                self._peer_disconnected(peer)
+                self.peer_disconnected(peer)
                 return
             for body in bodies:
                 try:
@@ -173,7 +191,10 @@ class Transport:
                     log.exception("a message between actors could not be handled; listening goes on")
         except (ProtocolError, msgspec.MsgspecError) as error:
             log.warning("process %s was cut off: %s", peer.address and peer.address.pid, error)
-            self._peer_disconnected(peer)
+            peer.cut_off()
+            self.peer_disconnected(peer)
+        except PeerLost:  # the mesh that relays was left
+            self.peer_disconnected(peer)
 
     def _dispatch(self, peer: Any, body: memoryview) -> None:
         message = _decode(body)
@@ -210,9 +231,9 @@ class Transport:
     def _exit_announced(self, peer: Any, announcement: messages.ShutdownNotice) -> None:
         peer.announced_exit = peer.announced_exit or announcement.reason
 
-    def _peer_disconnected(self, peer: Peer) -> None:
+    def peer_disconnected(self, peer: Peer | RelayedPeer) -> None:
         self._connections.discard(peer)
-        self.reactor.unregister(peer.socket)
+        self.machines.forget(peer)
         pid = peer.address.pid if peer.address is not None else 0
         why = f"was stopped: {peer.announced_exit}" if peer.announced_exit is not None else "has ended"
         peer.close(f"its process (pid {pid}) {why}")
@@ -264,8 +285,7 @@ class Transport:
         self._closed = True
         self._peers[self.address.node].lost_reason = "this is another process"
         for peer in self._connections:
-            peer.lost_reason = "this is another process"
-            peer.socket.close()
+            peer.drop_inherited("this is another process")
         self._listener.close()
         self.reactor.drop_inherited()
 

@@ -7,7 +7,6 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CheckpointError
-from meshbook.ids import CallId
 from meshbook.rank.outbox import Outbox
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.wire import messages
@@ -34,20 +33,19 @@ class CheckpointDoor:
         """As `RankCheckpoints.restore`. Main thread."""
         return self._open().restore(command)
 
-    def write_files(self, save: CallId) -> None:
-        """As `RankCheckpoints.write_files`. Service thread."""
-        if self._checkpoints is not None:
-            self._checkpoints.write_files(save)
-
-    def write_metadata(self, save: CallId) -> None:
-        """As `RankCheckpoints.write_metadata`. Service thread."""
-        if self._checkpoints is not None:
-            self._checkpoints.write_metadata(save)
-
-    def drop(self, save: CallId) -> None:
-        """As `RankCheckpoints.drop`. Service thread."""
-        if self._checkpoints is not None:
-            self._checkpoints.drop(save)
+    def carry_out(
+        self, command: messages.WriteCheckpoint | messages.WriteCheckpointMetadata | messages.DropCheckpoint
+    ) -> None:
+        """As `write_files`, `write_metadata` and `drop` of `RankCheckpoints`. Service thread."""
+        if self._checkpoints is None:
+            return
+        match command:
+            case messages.WriteCheckpoint(save=save):
+                self._checkpoints.write_files(save)
+            case messages.WriteCheckpointMetadata(save=save):
+                self._checkpoints.write_metadata(save)
+            case messages.DropCheckpoint(save=save):
+                self._checkpoints.drop(save)
 
     def _open(self) -> RankCheckpoints:
         if self._checkpoints is None:

@@ -53,6 +53,8 @@ ClientCommand = (
     | Inspect
     | PreviewNames
     | OpenActors
+    | ActorsOpened
+    | RelayBytes
     | CheckExits
     | Release
     | Interrupt
@@ -118,6 +120,7 @@ HostCommand = (
     | Inspect
     | PreviewNames
     | OpenActors
+    | RelayBytes
     | CheckExits
     | ExitsChecked
     | Release
@@ -169,6 +172,7 @@ RankCommand = (
     | Inspect
     | PreviewNames
     | OpenActors
+    | RelayBytes
     | ExitsChecked
     | Release
     | InputReply
@@ -204,6 +208,8 @@ RankReport = (
     | CheckpointWritten
     | RankTerminating
     | TransportFailed
+    | ActorsOpened
+    | BytesRelayed
 )
 HostReport = (
     HostReady
@@ -228,6 +234,8 @@ HostReport = (
     | CheckpointWritten
     | TerminationRequested
     | TransportFailed
+    | ActorsOpened
+    | BytesRelayed
 )
 SupervisorReport = (
     Welcome
@@ -250,6 +258,7 @@ SupervisorReport = (
     | CheckpointDiscarded
     | MeshAnnounced
     | DebuggedCallEnded
+    | BytesRelayed
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand

@@ -108,6 +108,10 @@ class RankExited(Message):
         """How it ended, as a phrase that follows its name."""
         return self.cause or describe_exit(self.signal, self.exit_code)
 
+    @property
+    def description_with_reason(self) -> str:
+        return f"{self.description} because the host ran out of memory" if self.oom_killed else self.description
+
 
 class HostReady(Message):
     host: int

@@ -1,0 +1,129 @@
+"""Processes with actors on other machines, as a process reaches them: directly, or by way of a mesh that has both.
+
+A mesh on several machines always has a way, which its supervisor is a part of; it also says when a process has ended.
+Ranks connect to each other's machines where the network lets them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from meshbook.actors.runtime.direct_links import DirectLinks
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.relayed_peer import Relay, RelayedPeer
+from meshbook.errors import MeshbookError, StartError
+from meshbook.wire.messages import NodeAddress, RelayedBytes
+
+if TYPE_CHECKING:
+    from meshbook.actors.runtime.transport import Transport
+
+log = logging.getLogger("meshbook.actors")
+
+# Seconds in which what a process has sent directly arrives, after the mesh has said that it has ended.
+_LAST_WORDS_S: Final = 0.3
+
+
+class OtherMachines:
+    """The connections of a process to those on other machines."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._meshes: list[Relay] = []
+        self._links: DirectLinks | None = None
+        self._streams: dict[str, RelayedPeer] = {}  # the connections, by name
+
+    def add_mesh(self, mesh: Relay) -> None:
+        """Reach processes by way of a mesh. Any thread."""
+        self._meshes.append(mesh)
+
+    def remove_mesh(self, mesh: Relay, reason: str) -> None:
+        """Lose what is reached by way of a mesh, which has ended or was left. Any thread.
+
+        Args:
+            reason: what follows "its process".
+        """
+        if mesh in self._meshes:
+            self._meshes.remove(mesh)
+        self._transport.reactor.call_soon(lambda: self._end_streams(lambda peer: peer.relay is mesh, reason))
+
+    def listen_on(self, host: str) -> None:
+        """Have others connect to this process, at this address of its machine. Before others know its address."""
+        transport = self._transport
+        try:
+            self._links = DirectLinks(host, transport.address.node, transport.address.key, self.piece_received)
+        except StartError as error:
+            log.warning("%s; the mesh's supervisor relays what actors on other machines say", error)
+            return
+        transport.address = msgspec.structs.replace(
+            transport.address, endpoint=self._links.endpoint, server_key=self._links.server_key
+        )
+
+    def flush(self) -> None:
+        """Have what was sent on its way; no more can be sent directly. Blocks, for a second at most."""
+        if self._links is not None:
+            self._links.close()
+
+    def connect(self, address: NodeAddress) -> RelayedPeer | None:
+        """Return a connection to a process; None: it is on this machine, or no mesh is known that may have it.
+
+        Raises:
+            PeerLost: the mesh was left.
+        """
+        own = self._transport.address
+        if address.machine == own.machine or not self._meshes:
+            return None
+        mesh = next((mesh for mesh in self._meshes if mesh.reaches(address.node)), self._meshes[-1])
+        link = self._links.dial(address) if self._links is not None else None
+        if link is not None:
+            try:
+                mesh.send(RelayedBytes(own.node, address.node, ""))  # which says, then, when that process has ended
+            except MeshbookError as error:
+                raise PeerLost(str(error)) from error
+        stream = f"{own.node}.{secrets.token_hex(4)}"
+        peer = RelayedPeer(link or mesh, own.node, address.node, stream, address, self._transport.reactor)
+        self._streams[stream] = peer
+        return peer
+
+    def piece_received(self, relay: Relay, piece: RelayedBytes) -> None:
+        """Take a piece that has come for this process. Any thread, in the order in which they came."""
+        self._transport.reactor.call_soon(lambda: self._handle_piece(relay, piece))
+
+    def forget(self, peer: Any) -> None:
+        """A connection has ended. Reader thread only."""
+        if isinstance(peer, RelayedPeer):
+            self._streams.pop(peer.stream, None)
+
+    def _handle_piece(self, relay: Relay, piece: RelayedBytes) -> None:
+        if piece.ended is not None:
+            self._handle_end(piece.source, piece.stream, piece.ended)
+            return
+        if not piece.stream:
+            return
+        peer = self._streams.get(piece.stream)
+        if peer is None or peer.node != piece.source:
+            own = self._transport.address.node
+            peer = RelayedPeer(relay, own, piece.source, piece.stream, None, self._transport.reactor)
+            self._streams[piece.stream] = peer
+            self._transport.add_connection(peer)
+        self._transport.handle_bodies(peer, lambda: peer.receive(piece))
+
+    def _handle_end(self, node: str, stream: str, reason: str) -> None:
+        def end(may_lag: bool) -> None:
+            self._end_streams(
+                lambda peer: peer.node == node and stream in ("", peer.stream) and peer.relay.may_lag <= may_lag, reason
+            )
+
+        end(may_lag=bool(stream))
+        if not stream:  # the process has ended; what it has said before may be on its way by another way
+            self._transport.reactor.call_later(_LAST_WORDS_S, lambda: end(may_lag=True))
+
+    def _end_streams(self, is_meant: Callable[[RelayedPeer], bool], reason: str) -> None:
+        for peer in [peer for peer in list(self._streams.values()) if is_meant(peer)]:
+            if reason:
+                self._transport.exit_reasons.record(peer.node, reason)
+            self._transport.peer_disconnected(peer)

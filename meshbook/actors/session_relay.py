@@ -1,0 +1,44 @@
+"""A mesh on other machines as this program reaches actors there: by way of its supervisor."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from meshbook.actors.runtime.transport import Transport
+from meshbook.wire import messages
+
+if TYPE_CHECKING:
+    from meshbook.controller.session import Session
+
+
+class SessionRelay:
+    """Passes on what this program and the processes of a mesh on other machines send each other."""
+
+    may_lag = False
+
+    def __init__(self, session: Session, transport: Transport) -> None:
+        self._connection = session.connection
+        self._nodes: set[str] = set()
+        listeners = session.connection.listeners
+        listeners.report_handlers[messages.BytesRelayed] = lambda report: transport.machines.piece_received(
+            self, report.piece
+        )
+        listeners.mesh_stopped.append(
+            lambda reason: transport.machines.remove_mesh(self, f"has ended with its mesh: {reason}")
+        )
+        session.connection.send(messages.ActorsOpened(transport.address.node, os.getpid()))
+        transport.machines.add_mesh(self)
+
+    def add_nodes(self, nodes: set[str]) -> None:
+        """Record processes of the mesh."""
+        self._nodes |= nodes
+
+    def close(self) -> None:
+        """It carries pieces of other peers, too."""
+
+    def reaches(self, node: str) -> bool:
+        return node in self._nodes
+
+    def send(self, piece: messages.RelayedBytes) -> None:
+        self._connection.send(messages.RelayBytes(piece))
