@@ -21,6 +21,8 @@ HERE, THERE = NodeAddress("here", "key", 1), NodeAddress("there", "key", 2)
 class Wire:
     """What two ends send each other, until it is delivered."""
 
+    may_lag = False
+
     def __init__(self) -> None:
         reactor: Any = SimpleNamespace(thread_id=threading.get_ident())
         self.pieces: deque[RelayedBytes] = deque()
@@ -30,6 +32,9 @@ class Wire:
 
     def reaches(self, node: str) -> bool:
         return True
+
+    def close(self) -> None:
+        pass
 
     def send(self, piece: RelayedBytes) -> None:
         if self.is_closed:

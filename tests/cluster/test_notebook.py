@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from meshbook.controller.starting import create_mesh
 from tests.cluster.bed import Bed
+from tests.cluster.ray_bed import RAY_TIMEOUT_S
 from tests.kernel.frontend import kernel
 
 QUICKSTART = Path(__file__).resolve().parent.parent.parent / "notebooks" / "quickstart.ipynb"
+
+# status, result and printed numbers of each cell
+Cells = list[tuple[str, str | None, list[str]]]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -28,7 +34,7 @@ def test_a_notebook_starts_its_mesh_on_machines_and_goes_on_as_on_one(bed: Bed) 
         assert "n2" in front.run("%mesh status").text
 
 
-def run_quickstart(start: str) -> list[tuple[str, str | None, list[str]]]:
+def run_quickstart(start: str) -> Cells:
     """Run the quickstart's cells with another start of its mesh; return status, result and printed numbers of each."""
     cells = [cell for cell in json.loads(QUICKSTART.read_text())["cells"] if cell["cell_type"] == "code"]
     sources = ["".join(cell["source"]) for cell in cells]
@@ -42,8 +48,31 @@ def run_quickstart(start: str) -> list[tuple[str, str | None, list[str]]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def on_one() -> Cells:
+    """What the quickstart shows on one machine."""
+    return run_quickstart("%mesh start -n 4")
+
+
 @pytest.mark.timeout(600)
-def test_the_quickstart_has_the_same_numbers_on_two_machines(bed: Bed) -> None:
-    on_one = run_quickstart("%mesh start -n 4")
+def test_the_quickstart_has_the_same_numbers_on_two_machines(bed: Bed, on_one: Cells) -> None:
     assert [status for status, *_ in on_one].count("error") == 2  # its mistake on one rank, and its Stop
     assert run_quickstart("%mesh start --nodes 2 --per-node 2 --on ssh://n1,n2") == on_one
+
+
+@pytest.mark.parametrize(
+    ("on", "cluster"),
+    [
+        ("slurm://", "slurm"),
+        pytest.param("ray://auto", "ray_cluster", marks=[pytest.mark.ray, pytest.mark.timeout(RAY_TIMEOUT_S)]),
+        pytest.param("monarch://process", None, marks=pytest.mark.monarch),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_the_quickstart_has_the_same_numbers_where_a_scheduler_starts_its_mesh(
+    request: pytest.FixtureRequest, on: str, cluster: str | None, on_one: Cells
+) -> None:
+    with request.getfixturevalue(cluster).here() if cluster is not None else nullcontext():
+        mesh = create_mesh(nodes=2, gpus_per_node=2, on=on)  # in the cluster's network, where no kernel is
+    with mesh:
+        assert run_quickstart(f"%mesh attach {mesh.name}") == on_one

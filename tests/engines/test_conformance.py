@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshbook.actor import Actor, endpoint
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
@@ -81,6 +82,23 @@ def test_errors_are_folded(mesh: Mesh) -> None:
 def test_values_go_there_and_back(mesh: Mesh) -> None:
     mesh.push(data=list(range(100_000)))
     assert mesh.pull("data")[3][-1] == 99_999
+
+
+class Asker(Actor):
+    @endpoint
+    def ask(self, others: Any, value: Any) -> list[Any]:
+        return [answer for _, answer in others.echo.call(value).get(WAIT_S)]
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def test_actors_of_all_ranks_answer_each_other(mesh: Mesh) -> None:
+    askers, others = mesh.spawn("askers", Asker), mesh.spawn("others", Asker)
+    assert [answer for _, answer in askers.ask.call(others, 7).get(WAIT_S)] == [[7] * 4] * 4
+    askers.stop().get(WAIT_S)
+    others.stop().get(WAIT_S)
 
 
 def test_a_stuck_collective_is_explained_and_left_and_the_group_is_whole_again(mesh: Mesh) -> None:

@@ -33,6 +33,7 @@ OnPiece = Callable[[Relay, RelayedBytes], None]
 
 _TRY_TIMEOUT_S: Final = 1.0  # for a first connection to a machine; then the mesh's supervisor relays
 _LINGER_MS: Final = 500
+_MAX_LINKS: Final = 1 << 15  # zmq's own limit is 1,023
 _encode = msgspec.msgpack.Encoder().encode
 _decode_piece = msgspec.msgpack.Decoder(RelayedBytes).decode
 _decode_hello = msgspec.msgpack.Decoder(LinkHello).decode
@@ -59,6 +60,7 @@ class DirectLinks:
         """
         self.node, self._key, self.on_piece = node, key, on_piece
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, _MAX_LINKS)
         self.loop = Loop()
         socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
         keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
@@ -185,7 +187,12 @@ class _DialedLink:
     def _open(self) -> None:
         links, address = self._links, self._address
         identity = f"{links.node}.{secrets.token_hex(4)}".encode()
-        self._dealer = LinkedDealer(links.context, address.endpoint, identity, server_key=address.server_key)
+        try:
+            self._dealer = LinkedDealer(links.context, address.endpoint, identity, server_key=address.server_key)
+        except zmq.ZMQError as error:  # no descriptor is left
+            ended = f"on another machine cannot be connected to: {error.strerror}"
+            links.on_piece(self, RelayedBytes(address.node, links.node, "", ended=ended))
+            return
         self._dealer.introduce(_encode(LinkHello(links.node, address.key)))
         links.loop.watch_socket(self._dealer.socket, self._on_frames)
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from meshbook.actors.runtime.direct_links import DirectLinks
+from meshbook.actors.runtime.exit_reasons import ExitReasons
 from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.reactor import Reactor
 from meshbook.actors.runtime.relayed_peer import Relay, RelayedPeer
 from meshbook.errors import MeshbookError, StartError
 from meshbook.wire.messages import NodeAddress, RelayedBytes
-
-if TYPE_CHECKING:
-    from meshbook.actors.runtime.transport import Transport
 
 log = logging.getLogger("meshbook.actors")
 
@@ -28,10 +27,24 @@ log = logging.getLogger("meshbook.actors")
 _LAST_WORDS_S: Final = 0.3
 
 
+class Connections(Protocol):
+    """A process's transport, which handles what peers send."""
+
+    address: NodeAddress
+    reactor: Reactor
+    exit_reasons: ExitReasons
+
+    def add_connection(self, peer: RelayedPeer) -> None: ...
+
+    def handle_bodies(self, peer: RelayedPeer, read: Callable[[], Iterator[memoryview]]) -> None: ...
+
+    def peer_disconnected(self, peer: RelayedPeer) -> None: ...
+
+
 class OtherMachines:
     """The connections of a process to those on other machines."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Connections) -> None:
         self._transport = transport
         self._meshes: list[Relay] = []
         self._links: DirectLinks | None = None
