@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshbook.rank.elastic.agreement import (
     describe_resized,
     ended_everywhere,
     find_sources,
+    keepers,
     replicated_names,
     units_to_copy,
     units_to_share,
@@ -210,6 +212,43 @@ def test_a_lost_part_comes_from_replicas_and_from_the_next_rank() -> None:
     assert (source.ranks, source.why_not) == ([2, 2], "")
     source = find_sources(2, parts, [held(1), held(1), None])
     assert source.ranks == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ("", []),
+        ("a", [0]),
+        ("aaa", [1, 2, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aaabbcc", [3, 4, 5, 6, 0, 1, 2]),
+        ("aaaabbbb", [4, 5, 6, 7, 0, 1, 2, 3]),
+        ("aaab", [3, 0, 1, 2]),  # three cannot all have theirs on the other machine
+    ],
+)
+def test_another_machine_keeps_the_copies_of_a_rank_if_there_is_one(machines: str, expected: list[int]) -> None:
+    found = keepers([Manifest({}, [], machine) for machine in machines])
+    assert found == expected
+    assert sorted(found) == list(range(len(machines)))  # each keeps those of one
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_machine_keeps_its_own_copies_unless_it_has_more_than_half_of_the_ranks(seed: int) -> None:
+    draw = random.Random(seed)
+    machines = [draw.choice("abcd") for _ in range(draw.randint(2, 24))]
+    found = keepers([Manifest({}, [], machine) for machine in machines])
+    assert sorted(found) == list(range(len(machines)))
+    if 2 * max(map(machines.count, machines)) <= len(machines):
+        assert all(machines[rank] != machines[keeper] for rank, keeper in enumerate(found))
+
+
+def test_a_part_of_a_machine_that_is_lost_comes_from_the_other_one() -> None:
+    parts = [
+        Manifest({"x": 1}, [Unit(name.encode(), 10_000)], machine) for name, machine in zip("abcd", "mmnn", strict=True)
+    ]
+    sources = [find_sources(rank, parts, [held(1), held(1), None, None]) for rank in (2, 3)]
+    assert [(source.ranks, source.why_not) for source in sources] == [([0], ""), ([1], "")]
 
 
 @pytest.mark.parametrize("next_one", [None, held(1, copies=False)])

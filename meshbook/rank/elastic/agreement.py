@@ -1,14 +1,15 @@
 """Which snapshot all ranks go back to, and from where a rank that lacks its part of it takes that. Pure.
 
 Every rank says what it holds; every rank then decides the same. A snapshot has one part for each rank. A part is a
-list of units (the bytes of a tensor, or of a pickle), each known by a digest of its content. The next rank in the ring
+list of units (the bytes of a tensor, or of a pickle), each known by a digest of its content. Another rank, its keeper,
 has copies of those units that its own part lacks, and every rank has the small ones that are not equal everywhere, such
-as the states of random generators. So any loss can be made good in which no rank is lost together with the next one; if
-what is large is replicated, any loss that leaves one rank.
+as the states of random generators. The keeper is on another machine if there are several. So any loss can be made good
+in which no rank is lost together with its keeper; if what is large is replicated, any loss that leaves one rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -34,10 +35,12 @@ class Manifest(Struct, frozen=True, array_like=True):
 
     Attributes:
         parts: by the name of the state, how many of the units are its own: its pickle first, then its tensors.
+    machine: on which it was taken.
     """
 
     parts: dict[str, int]
     units: list[Unit]
+    machine: str = ""
 
 
 class HeldSnapshot(Struct, frozen=True, array_like=True, order=True):
@@ -48,7 +51,7 @@ class HeldSnapshot(Struct, frozen=True, array_like=True, order=True):
         loop: which loop of the cell, counted from 0.
         step: how many steps of that loop are done.
         is_end: taken when the loop had ended.
-        has_copies: the rank holds copies of the units of the rank before it, too.
+        has_copies: the rank holds copies of the units of the rank whose keeper it is, too.
         world_size: how many ranks took it; 0: as many as there are.
     """
 
@@ -261,9 +264,27 @@ def _small_units_beyond(everywhere: set[bytes], units: Sequence[Unit]) -> list[i
     return found
 
 
-def units_to_copy(part: Manifest, next_part: Manifest) -> list[int]:
-    """Return which units of a rank's part the next rank must be sent: those that it does not have itself."""
-    had = {unit.digest for unit in next_part.units}
+def keepers(parts: Sequence[Manifest]) -> list[int]:
+    """Return by rank which rank keeps copies of its part.
+
+    Each keeps those of one other. On one machine it is the next rank; on several the next one on another machine, as
+    far as no machine has more than half of the ranks.
+    """
+    size, num_on = len(parts), Counter(part.machine for part in parts)
+    first_on: dict[str, int] = {}
+    for rank, part in enumerate(parts):
+        first_on.setdefault(part.machine, rank)
+    ring = sorted(range(size), key=lambda rank: (first_on[parts[rank].machine], rank))
+    distance = max(num_on.values()) if len(num_on) > 1 else 1
+    found = [0] * size
+    for at, rank in enumerate(ring):
+        found[rank] = ring[(at + distance) % size]
+    return found
+
+
+def units_to_copy(part: Manifest, keepers_part: Manifest) -> list[int]:
+    """Return which units of a rank's part its keeper must be sent: those that it does not have itself."""
+    had = {unit.digest for unit in keepers_part.units}
     return [at for at, unit in enumerate(part.units) if unit.size and unit.data is None and unit.digest not in had]
 
 
@@ -313,10 +334,10 @@ def find_sources(lost: int, manifests: Sequence[Manifest], held: Sequence[HeldSn
         held: as `GoBack.held`.
     """
     part, size = manifests[lost], len(manifests)
-    after = (lost + 1) % size
+    keeper = keepers(manifests)[lost]
     copies: set[bytes] = set()
-    if (neighbour := held[after]) is not None and neighbour.has_copies:
-        copies = {part.units[at].digest for at in units_to_copy(part, manifests[after])}
+    if (kept := held[keeper]) is not None and kept.has_copies:
+        copies = {part.units[at].digest for at in units_to_copy(part, manifests[keeper])}
     owners: dict[bytes, int] = {}
     living = [rank for rank in ((lost + 1 + at) % size for at in range(size)) if held[rank] is not None]
     for rank in living:
@@ -327,11 +348,11 @@ def find_sources(lost: int, manifests: Sequence[Manifest], held: Sequence[HeldSn
         if unit.data is not None or not unit.size:
             ranks.append(-1)
         elif unit.digest in copies:
-            ranks.append(after)
+            ranks.append(keeper)
         elif unit.digest in owners:
             ranks.append(owners[unit.digest])
         else:
-            gone = sorted({lost, after})
+            gone = sorted({lost, keeper})
             text = f"the state of rank {lost} was held by {name_ranks(gone)}, and what they held is lost"
             return Source(part, [], text)
     return Source(part, ranks)

@@ -119,7 +119,7 @@ class Run:
             raise UsageError(problem)
         snapshot.manifests = _share_small_units(rank, snapshot, [manifest for _, manifest in found])
         incoming = snapshot.to_receive()
-        transfer.pass_on(snapshot.to_send(), incoming)
+        transfer.pass_on(snapshot.to_send(), snapshot.keeper, incoming, snapshot.kept)
         snapshot.held = at
         self.complete.append(snapshot)
         transfer.wait_for_all()  # then every rank has completed it, and none will need the one before
@@ -190,14 +190,15 @@ class Run:
 
     def complete_copies(self, rank: int, snapshot: Snapshot, decision: GoBack) -> None:
         """Give ranks that replace others the copies that those held. Blocks. All ranks have their own parts."""
+        keeper, kept = snapshot.keeper, snapshot.kept
         for at, held in enumerate(decision.held):
             if held is None or not held.has_copies:
-                if rank == (at - 1) % len(decision.held):
+                if at == keeper:
                     for memory in snapshot.to_send():
                         send_memory(memory, at)
-                if rank == at:
+                if at == rank:
                     for memory in snapshot.to_receive():
-                        receive_memory(memory, (at - 1) % len(decision.held))
+                        receive_memory(memory, kept)
                     assert snapshot.held is not None  # a complete one
                     snapshot.held = msgspec.structs.replace(snapshot.held, has_copies=True)
 

@@ -1,4 +1,4 @@
-"""One rank's memory of a snapshot: its own part, and copies of what the rank before it holds alone.
+"""One rank's memory of a snapshot: its own part, and copies of what another rank holds alone.
 
 The memory is used again for later snapshots. On CUDA it is pinned memory of the host: a copy on the device would take
 the room of the model a second and a third time. No collectives here.
@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshbook.rank.elastic.agreement import HeldSnapshot, Manifest, Unit, byte_ranges, offsets, units_to_copy
+from meshbook.rank.elastic.agreement import HeldSnapshot, Manifest, Unit, byte_ranges, keepers, offsets, units_to_copy
 from meshbook.rank.elastic.contents import Part
 from meshbook.rank.state.memory_digests import digest
+from meshbook.wire.regions import machine_id
 
 
 class Snapshot:
@@ -21,7 +22,7 @@ class Snapshot:
         held: which snapshot it is; None while it is being filled.
         manifests: of all ranks, by rank.
         own: memory of this rank's part: the units one after the other, at `offsets`.
-        copies: of the rank before it, the memory of `units_to_copy`, without gaps between them.
+        copies: of the rank whose keeper this one is, the memory of `units_to_copy`, without gaps between them.
     """
 
     def __init__(self, rank: int) -> None:
@@ -45,25 +46,34 @@ class Snapshot:
             torch.cuda.synchronize()
         memory = self.own.numpy()
         units = [Unit(digest(memory[start : start + size]), size) for start, size in zip(starts, sizes, strict=False)]
-        return Manifest({name: 1 + len(part.tensors) for name, part in parts.items()}, units)
+        return Manifest({name: 1 + len(part.tensors) for name, part in parts.items()}, units, machine_id())
 
     def contents(self, units: Sequence[Unit], wanted: Sequence[int]) -> list[bytes]:
         """Return the bytes of some of this rank's units."""
         starts = offsets([unit.size for unit in units])
         return [self.own[starts[at] : starts[at] + units[at].size].numpy().tobytes() for at in wanted]
 
-    # ---- copies of the rank before
+    # ---- copies of another rank
+
+    @property
+    def keeper(self) -> int:
+        """The rank that keeps copies of this one's part."""
+        return keepers(self.manifests)[self._rank]
+
+    @property
+    def kept(self) -> int:
+        """The rank whose copies this one keeps."""
+        return keepers(self.manifests).index(self._rank)
 
     def to_send(self) -> list[torch.Tensor]:
-        """Return the memory that the next rank is to have copies of, in pieces."""
-        part = self.manifests[self._rank]
-        after = self.manifests[(self._rank + 1) % len(self.manifests)]
-        return [self.own[begin:end] for begin, end in byte_ranges(part, units_to_copy(part, after))]
+        """Return the memory that the keeper is to have copies of, in pieces."""
+        part, keepers_part = self.manifests[self._rank], self.manifests[self.keeper]
+        return [self.own[begin:end] for begin, end in byte_ranges(part, units_to_copy(part, keepers_part))]
 
     def to_receive(self) -> list[torch.Tensor]:
-        """Return the memory for the copies that the rank before sends, in the pieces in which it sends them."""
-        before, part = self.manifests[self._rank - 1], self.manifests[self._rank]
-        sizes = [end - begin for begin, end in byte_ranges(before, units_to_copy(before, part))]
+        """Return the memory for the copies that `kept` sends, in the pieces in which it sends them."""
+        kept, part = self.manifests[self.kept], self.manifests[self._rank]
+        sizes = [end - begin for begin, end in byte_ranges(kept, units_to_copy(kept, part))]
         self.copies = _memory(self.copies, sum(sizes), ())
         pieces, at = [], 0
         for size in sizes:
@@ -90,10 +100,10 @@ class Snapshot:
 
     def memory_of_units(self) -> dict[bytes, torch.Tensor]:
         """Return by digest the memory of each unit that is here: the copies, and this rank's own part."""
-        before, part = self.manifests[self._rank - 1], self.manifests[self._rank]
+        kept, part = self.manifests[self.kept], self.manifests[self._rank]
         found, start = {}, 0
-        for at in units_to_copy(before, part):
-            unit = before.units[at]
+        for at in units_to_copy(kept, part):
+            unit = kept.units[at]
             found[unit.digest] = self.copies[start : start + unit.size]
             start += offsets([unit.size])[-1]
         starts = offsets([unit.size for unit in part.units])

@@ -35,11 +35,10 @@ def wait_for_all() -> None:
     dist.all_gather([torch.zeros(1) for _ in range(size)], torch.zeros(1))
 
 
-def pass_on(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-    """Send memory to the next rank, and receive what the rank before sends. Blocks until both are done."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    works = [dist.isend(piece, (rank + 1) % size) for piece in split_memory(outgoing)]
-    works += [dist.irecv(piece, (rank - 1) % size) for piece in split_memory(incoming)]
+def pass_on(outgoing: Sequence[torch.Tensor], to: int, incoming: Sequence[torch.Tensor], source: int) -> None:
+    """Send memory to one rank, and receive what another sends. Blocks until both are done."""
+    works = [dist.isend(piece, to) for piece in split_memory(outgoing)]
+    works += [dist.irecv(piece, source) for piece in split_memory(incoming)]
     for work in works:
         assert work is not None  # this rank is a member of the world
         work.wait()

@@ -1,7 +1,7 @@
 """Snapshots of remote tensors for `mesh.resilient`: operations that take one, find the last one, and load it.
 
-The snapshots are those of `mesh.elastic` (`rank.elastic`): this rank's part of each tensor, and copies of what the rank
-before it holds alone. Here the controller names the tensors, counts the steps and keeps the rest of a loop's state. A
+The snapshots are those of `mesh.elastic` (`rank.elastic`): this rank's part of each tensor, and copies of what another
+rank holds alone. Here the controller names the tensors, counts the steps and keeps the rest of a loop's state. A
 snapshot is taken by an operation like any other, in order with the steps, so nobody waits for it but the ranks.
 """
 
@@ -36,7 +36,7 @@ _records = msgspec.msgpack.Decoder(Record)
 
 
 def take_snapshot(tensors: Sequence[torch.Tensor], run: float, number: float, step: float) -> None:
-    """Copy these tensors into the memory of this rank and, as far as no other has them, of the next. Blocks.
+    """Copy these tensors into the memory of this rank and, as far as no other has them, of its keeper. Blocks.
 
     The store reports `{"taken": number}` once all ranks have it. Until then the snapshot before it is kept.
 
