@@ -221,7 +221,7 @@ class Session:
 
     def set_names(self, names: dict[str, Any], ranks: Ranks, *, chosen_at: int | None = None) -> None:
         """Bind names on the ranks, and wait until they are bound."""
-        call, payload = self.connection.next_call_id(), self.transfer.dump(tuple(names.values()), ranks)
+        call, payload = self.connection.next_call_id(), self.transfer.dump(tuple(names.values()), ranks, tuple(names))
         command = messages.SetNames(call, ranks, tuple(names), payload, chosen_at=chosen_at)
         self.run_for_values(command, "push")
 

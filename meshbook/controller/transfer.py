@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook.ids import Ranks
@@ -28,9 +28,14 @@ class ValueTransfer:
         self._reader = SegmentReader()
         self._unused_refs: deque[str] = deque()
 
-    def dump(self, thing: Any, ranks: Ranks) -> messages.Payload:
-        """Pickle an object for these ranks. Raises TransferError, which names the part that cannot be pickled."""
-        return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._persistent_id)
+    def dump(self, thing: Any, ranks: Ranks, names: Sequence[str] | None = None) -> messages.Payload:
+        """Pickle an object for these ranks. Raises TransferError, which names the part that cannot be pickled.
+
+        Args:
+            names: what an error calls the elements of a tuple.
+        """
+        name = "value" if names is None else names
+        return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._persistent_id, name=name)
 
     def load(self, payload: messages.Payload) -> Any:
         return pickling.load(payload, reader=self._reader)

@@ -109,7 +109,8 @@ def render_errors(
             f"{_BOLD}{whose}:{_RESET} {sanitize(title)}" if colour else f"{whose}: {sanitize(title, colour=False)}"
         )
         # The traceback has the complete message. A rank that was released from a wait has none.
-        lines.extend(sanitize(entry, colour=colour) for entry in failure.traceback or details.splitlines())
+        if failure.traceback != (title,):  # that of an error without frames
+            lines.extend(sanitize(entry, colour=colour) for entry in failure.traceback or details.splitlines())
         if note := dead_context_note(failure.ranks, failure.evalue):
             lines.append(note)
     if released:

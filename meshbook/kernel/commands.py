@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -23,6 +22,7 @@ from meshbook.kernel import checkpoint_commands as checkpoints
 from meshbook.kernel import debugger_commands, recording_commands, report_commands
 from meshbook.kernel import difference_commands as differences
 from meshbook.kernel.chosen_mesh import living_mesh, mesh_named, running_meshes, start_hint
+from meshbook.kernel.hints import suggest
 from meshbook.kernel.history import set_fold, show_history
 from meshbook.kernel.log_commands import logs_command
 from meshbook.kernel.magic_command import MagicCommand
@@ -201,12 +201,6 @@ def _namespace(notebook: Notebook) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def suggest(word: str, known: Iterable[str], before: str = "") -> str:
-    """Return `did you mean status?`, or an empty string if no known word is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {before}{close[0]}?" if close else ""
 
 
 def _selected(mesh: Mesh, options: argparse.Namespace) -> Ranks:

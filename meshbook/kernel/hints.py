@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshbookError
-from meshbook.kernel.transform import CONTROLLER_MAGICS, LOCAL_CELL_MAGICS, LOCAL_LINE_MAGICS
+from meshbook.kernel.transform import BOTH_LINE_MAGICS, CONTROLLER_MAGICS, LOCAL_CELL_MAGICS, LOCAL_LINE_MAGICS
 
 
 def parse_missing_name(message: str) -> str | None:
@@ -22,12 +23,26 @@ def _method_of_mesh(message: str) -> str | None:
     return found[1] if found is not None and hasattr(Mesh, found[1]) else None
 
 
-def _magic_of_notebook(message: str) -> str | None:
-    """Return `%store` from ``Line magic function `%store` not found``, if it is one of the notebook's own process."""
-    found = re.search(r"`%{1,2}(\w+)` not found", message)
-    if found is None or found[1] not in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS:
-        return None
-    return f"%{found[1]}" if found[1] in LOCAL_LINE_MAGICS else f"%%{found[1]}"
+def suggest(word: str, known: Iterable[str], before: str = "") -> str:
+    """Return `did you mean status?`, or an empty string if no known word is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {before}{close[0]}?" if close else ""
+
+
+def _missing_magic_hint(message: str) -> str:
+    """Return what to type instead of a magic that ranks do not have; empty for another message, or without advice."""
+    found = re.search(r"`(%{1,2})(\w+)` not found", message)
+    if found is None:
+        return ""
+    sign, name = found.groups()
+    if name not in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS:
+        line_magics = LOCAL_LINE_MAGICS | BOTH_LINE_MAGICS
+        return suggest(name, line_magics if sign == "%" else LOCAL_CELL_MAGICS | CONTROLLER_MAGICS, sign)
+    sign = "%" if name in LOCAL_LINE_MAGICS else "%%"
+    return (
+        f"{sign}{name} runs in the notebook's own process: it stands at the top of a cell, before code for the "
+        "ranks, or in a %%controller cell"
+    )
 
 
 def with_raised_class_name(error: CellError) -> CellError:
@@ -64,11 +79,8 @@ def next_step_hints(error: CellError, is_user_bound: Callable[[str], bool]) -> l
                 f"in this cell `mesh` is torch's DeviceMesh, on the ranks; mesh.{name} is Meshbook's own: call it in a "
                 "%%controller cell, where `mesh` is the mesh"
             )
-        elif failure.ename == "UsageError" and (magic := _magic_of_notebook(failure.evalue)):
-            found.append(
-                f"{magic} runs in the notebook's own process: it stands at the top of a cell, before code for the "
-                "ranks, or in a %%controller cell"
-            )
+        elif failure.ename == "UsageError" and (hint := _missing_magic_hint(failure.evalue)):
+            found.append(hint)
     return ["", *dict.fromkeys(found)] if found else []
 
 

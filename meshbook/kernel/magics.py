@@ -17,8 +17,8 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from meshbook.errors import MeshbookError, UsageError
 from meshbook.kernel.chosen_mesh import living_mesh, mesh_named
-from meshbook.kernel.commands import COMMANDS, suggest
-from meshbook.kernel.hints import hide_traceback
+from meshbook.kernel.commands import COMMANDS
+from meshbook.kernel.hints import hide_traceback, suggest
 from meshbook.kernel.notebook import Notebook
 
 _CELL_OPTIONS = ("--ranks", "--actor", "-m", "--setup", "--bg", "--break", "--record")

@@ -14,6 +14,7 @@ from typing import Any, cast
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.controller.mesh import Mesh
+from meshbook.errors import MeshbookError
 from meshbook.kernel import transform
 from meshbook.kernel.cells import CellRunner
 from meshbook.kernel.front_end import FrontEnd, JupyterFrontEnd, TerminalFrontEnd
@@ -21,6 +22,7 @@ from meshbook.kernel.handles import PRESET_MODULES, HandleNamespace
 from meshbook.kernel.hook import CellHook
 from meshbook.kernel.meshes import NotebookMeshes
 from meshbook.kernel.queries import RankQueries
+from meshbook.rank.cells.tracebacks import strip_meshbook_frames
 
 
 class Notebook:
@@ -58,7 +60,7 @@ class Notebook:
         self._hook.install()
         shell.events.register("pre_run_cell", self._pre_run_cell)
         shell.events.register("post_run_cell", self._post_run_cell)
-        shell.set_custom_exc((NameError,), self._explain_missing_name)  # type: ignore[no-untyped-call]
+        shell.set_custom_exc((NameError, MeshbookError), self._show_error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> Notebook:
@@ -133,7 +135,7 @@ class Notebook:
             f'mesh["{name}"] is the ranks\'; after `del {name}` in a %%controller cell it is theirs here too'
         )
 
-    def _explain_missing_name(
+    def _show_error(
         self,
         shell: InteractiveShell,
         kind: type[BaseException],
@@ -141,9 +143,12 @@ class Notebook:
         tb: Any,
         tb_offset: int | None = None,
     ) -> None:
-        """Add a note to a NameError whose name exists on the ranks."""
+        """Show an error of Meshbook's without its own frames; add a note to a NameError whose name ranks have."""
         name = getattr(error, "name", None)
-        if self.mesh is not None and name in PRESET_MODULES:
+        if isinstance(error, MeshbookError):
+            strip_meshbook_frames(error)
+            tb = error.__traceback__
+        elif self.mesh is not None and name in PRESET_MODULES:
             error.add_note(
                 f"`{name}` is there on the ranks. Import it to use it in this process, or leave out %%controller to "
                 "run the cell on the ranks."

@@ -31,6 +31,7 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.cells.code_runner import CodeRunner
 from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.cells.stop_requests import StopRequests
+from meshbook.rank.cells.tracebacks import shorten_anomaly_stacks
 from meshbook.rank.cells.user_input import InputRequester
 from meshbook.rank.checkpoints.door import CheckpointDoor
 from meshbook.rank.debug_port import DebugPortDoor
@@ -219,6 +220,7 @@ def _configure_process(config: spawn.RankConfig | spawn.SpareConfig) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(config.threads)
+        shorten_anomaly_stacks()
     if config.blas_threads is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = str(config.blas_threads)
         set_blas_threads(config.blas_threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -477,6 +478,46 @@ def test_bad_selections_and_words_are_one_sentence_and_change_nothing(shared: Fr
 def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontEnd) -> None:
     for magic in ("%mesh status", "%store x"):
         assert "it stands at the top of a cell" in shared.run(f"x = 1\n{magic}").traceback
+
+
+def test_a_magic_with_a_typo_is_one_line_and_the_name_that_was_meant(shared: FrontEnd) -> None:
+    for source, meant in (("%mehs why", "%mesh"), ("%%controler\n1", "%%controller"), ("%autorelod 2", "%autoreload")):
+        cell = shared.run(source)
+        assert cell.traceback.count("UsageError") == 1
+        assert cell.traceback.endswith(f"\ndid you mean {meant}?")
+
+
+def test_an_error_of_meshbooks_in_a_controller_cell_shows_the_users_lines_alone(shared: FrontEnd) -> None:
+    pushed = shared.run("%%controller\nimport threading\nmesh.push(good=1, bad=threading.Lock())")
+    assert "TransferError: `bad` (a _thread.lock) cannot be pickled" in pushed.traceback
+    named = shared.run("%%controller\ndef pull():\n    return mesh.pull('nothing')\n\npull()")
+    assert "----> 3     return mesh.pull('nothing')" in named.traceback
+    assert "MeshNameError: no rank of" in named.traceback
+    resized = shared.run("%%controller\nmesh.resize(2)")
+    assert "ResizeError: the mesh has rank=2 already" in resized.traceback
+    assert not re.search(r"File .*\.py", pushed.traceback + named.traceback + resized.traceback)
+
+
+def test_a_value_that_cannot_be_pulled_is_one_line(shared: FrontEnd) -> None:
+    shared.run("import threading\nunsendable = threading.Lock()")
+    cell = shared.run("%mesh pull unsendable")
+    assert cell.traceback.startswith("ranks 0-1: TransferError: a _thread.lock cannot be pickled")
+    assert "\n" not in cell.traceback
+    shared.run(
+        "class Unsendable:\n    def __reduce__(self):\n        raise RuntimeError('mine')\n\nunsendable = Unsendable()"
+    )
+    assert "----> 3         raise RuntimeError('mine')" in shared.run("%mesh pull unsendable").traceback
+
+
+def test_an_anomaly_shows_the_stack_of_the_forward_from_the_cell_on(shared: FrontEnd) -> None:
+    cell = shared.run(
+        "with torch.autograd.detect_anomaly():\n"
+        "    root = torch.sqrt(torch.tensor([-1.0], requires_grad=True))\n"
+        "    root.backward()"
+    )
+    assert "Traceback of forward call" in cell.stderr
+    assert "    root = torch.sqrt(" in cell.stderr
+    assert "meshbook" not in cell.stderr.partition("Traceback of forward call")[2]
 
 
 def test_a_setting_at_the_top_of_a_cell_holds_in_the_notebooks_process_and_on_the_ranks(shared: FrontEnd) -> None:

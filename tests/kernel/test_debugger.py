@@ -107,6 +107,10 @@ def test_quitting_ends_the_cell_on_all_ranks(front: FrontEnd) -> None:
     assert "pdb.py" not in cell.traceback
 
 
+def test_quitting_at_a_breakpoint_in_the_last_line_shows_nothing_of_meshbook(front: FrontEnd) -> None:
+    assert debug(front, "breakpoint()", "q").traceback == "ranks 0-1: KeyboardInterrupt"
+
+
 def test_stop_at_the_prompt_ends_the_cell_on_all_ranks(front: FrontEnd) -> None:
     cell = begin(front, ONE_IN_A_COLLECTIVE)
     front.interrupt()

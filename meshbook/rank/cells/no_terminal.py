@@ -116,10 +116,16 @@ class TerminalReplacement:
         )
 
     def _input(self, prompt: object = "", /) -> str:
-        return self.request_input(str(prompt), False)
+        return self._ask(str(prompt), False)
 
     def _getpass(self, prompt: str = "Password: ", stream: Any = None, **_options: Any) -> str:
-        return self.request_input(str(prompt), True)
+        return self._ask(str(prompt), True)
+
+    def _ask(self, prompt: str, password: bool) -> str:
+        try:
+            return self.request_input(prompt, password)
+        except KeyboardInterrupt:  # anew, without the frames of the request
+            raise KeyboardInterrupt from None
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Handle breakpoint(): call what PYTHONBREAKPOINT names, unless it is pdb; else stop in the debugger."""

@@ -25,7 +25,14 @@ import IPython
 from IPython.core.error import UsageError
 
 from meshbook.diagnose.source_files import is_user_file
-from meshbook.errors import CollectiveAborted, escape_surrogates, message_of, traceback_of
+from meshbook.errors import (
+    CollectiveAborted,
+    MeshbookError,
+    ProtocolError,
+    escape_surrogates,
+    message_of,
+    traceback_of,
+)
 from meshbook.rank import limits
 from meshbook.wire.messages import Frame, RankError
 
@@ -45,6 +52,7 @@ _MESHBOOK_FOLDER: Final = str(Path(__file__).resolve().parents[2]) + os.sep
 _IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep
 _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
 _DEBUGGER_FILES: Final = tuple(str(module.__file__) for module in (bdb, pdb, cmd))
+_RUNNER_FILE: Final = os.path.join(_MESHBOOK_FOLDER, "rank", "cells", "code_runner.py")  # calls the user's code
 # Meshbook's files whose frames represent an action of the user: a missing name in an expression, a cell that does not
 # compile, an interrupt before its first line. An exception that has only Meshbook's frames and ends in another file is
 # a defect of Meshbook and retains them.
@@ -54,6 +62,7 @@ _USER_FACING_FILES: Final = tuple(
         "previews/expressions.py",
         "cells/code_runner.py",
         "cells/compiler.py",
+        "cells/debugger.py",
         "cells/no_terminal.py",
         "interrupt.py",
     )
@@ -114,6 +123,8 @@ def render(error: BaseException, interactive_tb: Any, syntax_tb: Any) -> list[st
         return [str(part) for part in own()]
     if isinstance(error, SyntaxError) and not _has_user_frames(tb):
         return list(syntax_tb.structured_traceback(kind, error, []))
+    if tb is None and error.__cause__ is None and (error.__context__ is None or error.__suppress_context__):
+        return ["\n".join([": ".join(filter(None, (kind.__name__, message_of(error)))), *_error_notes(error)])]
     if _has_exception_group(error):  # IPython cannot render them
         return ["".join(traceback.format_exception(kind, error, tb)).rstrip("\n")]
     if isinstance(error, SyntaxError):
@@ -122,9 +133,30 @@ def render(error: BaseException, interactive_tb: Any, syntax_tb: Any) -> list[st
 
 
 def strip_meshbook_frames(error: BaseException) -> None:
-    """Remove Meshbook's frames from the tracebacks of an exception and of its causes and contexts."""
+    """Remove Meshbook's frames from the tracebacks of an exception and of its causes and contexts.
+
+    Removes a cause of an error of Meshbook's too if no user code is in it: the message has it.
+    """
     for chained in _iter_exception_chain(error):
-        chained.__traceback__ = _without_meshbook_frames(chained.__traceback__)
+        chained.__traceback__ = _without_meshbook_frames(chained)
+        cause = chained.__cause__
+        if isinstance(chained, MeshbookError) and cause is not None and not _has_frames_of_user(cause):
+            chained.__cause__ = None
+
+
+def shorten_anomaly_stacks() -> None:
+    """Have `torch.autograd.detect_anomaly` show the stack of a forward from the cell's frame on."""
+    fx_traceback: Any = sys.modules.get("torch.fx.traceback")
+    if fx_traceback is None:
+        return
+    format_stack = fx_traceback.format_stack
+
+    def format_cell_stack() -> list[str]:
+        stack: list[str] = format_stack()
+        runners = [at for at, entry in enumerate(stack) if _RUNNER_FILE in entry]
+        return stack[runners[-1] + 1 : -1] if runners else stack
+
+    fx_traceback.format_stack = format_cell_stack
 
 
 def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
@@ -170,7 +202,8 @@ def _select_frames(entries: list[TracebackType], *, interrupted: bool) -> list[T
     return entries
 
 
-def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
+def _without_meshbook_frames(error: BaseException) -> TracebackType | None:
+    tb = error.__traceback__
     entries = list(_iter_traceback(tb))
     remaining = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MESHBOOK_FOLDER)]
     if len(remaining) == len(entries):
@@ -179,7 +212,10 @@ def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
         del remaining[0]  # the event loop in which an `await` of the cell ran
     while remaining and remaining[-1].tb_frame.f_code.co_filename in _DEBUGGER_FILES:
         del remaining[-1]  # the rank's debugger, from which the cell was ended
-    if not remaining and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
+    is_users = isinstance(error, MeshbookError) and not isinstance(error, ProtocolError)
+    while is_users and remaining and not is_user_file(remaining[-1].tb_frame.f_code.co_filename):
+        del remaining[-1]  # a library's, between Meshbook's: of a future, for example
+    if not remaining and not is_users and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
         return tb
     return _rebuild_traceback(remaining)
 
@@ -193,6 +229,12 @@ def _has_exception_group(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def _has_frames_of_user(error: BaseException) -> bool:
+    """Whether user code has raised an exception, or one of its causes and contexts."""
+    entries = (entry for chained in _iter_exception_chain(error) for entry in _iter_traceback(chained.__traceback__))
+    return any(is_user_file(entry.tb_frame.f_code.co_filename) for entry in entries)
 
 
 def _has_user_frames(tb: TracebackType | None) -> bool:
