@@ -37,7 +37,7 @@ class CellOutputWriter:
             self.write(content["text"])
         elif kind in ("execute_result", "display_data", "update_display_data"):
             data = content["data"]
-            text = data.get("text/plain") or f"({', '.join(data)})"
+            text = data["text/plain"] if "text/plain" in data else f"({', '.join(data)})"
             name = (content.get("transient") or {}).get("display_id")
             if name is not None:
                 self._show_live(name, text, update=kind == "update_display_data")
@@ -71,17 +71,17 @@ class CellOutputWriter:
                 return  # other output was written since
             self._flush_live()
         elif self._is_terminal:
-            self._stream.write(f"\x1b[{before[1].count(chr(10)) + 1}A\r\x1b[J")
+            self._stream.write(f"\x1b[{before[1].count(chr(10)) + 1}A\r\x1b[J" if before[1] else "")
         self._live_display = name, text
         if self._is_terminal:
             if not self._at_line_start and before is None:
                 self._write_raw("\n")
-            self._write_raw(text + "\n")
+            self._write_raw(text and text + "\n")
 
     def _flush_live(self) -> None:
         """Write the last state of the current display: it can no longer be updated."""
         live, self._live_display = self._live_display, None
-        if live is not None and not self._is_terminal:
+        if live is not None and live[1] and not self._is_terminal:
             self._write_raw(live[1] + "\n")
 
     def _write_raw(self, text: str) -> None:

@@ -126,7 +126,9 @@ class Resized(Healed):
 
 def _describe_resized(healed: messages.MeshHealed, resized: messages.ResizeChanges) -> str:
     axes = dict(healed.info.spec.axes) if healed.info.spec is not None else {}
-    if list(axes) == list(resized.before):
+    if list(axes) == list(resized.before) == ["rank"]:  # the axis of a mesh that was given none
+        what = f"{resized.before['rank']} → {axes['rank']} ranks"
+    elif list(axes) == list(resized.before):
         changed = [
             f"{name} {resized.before[name]} → {size}" for name, size in axes.items() if size != resized.before[name]
         ]

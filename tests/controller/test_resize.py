@@ -80,7 +80,7 @@ def test_what_it_says_has_the_axes_who_is_new_or_left_and_what_is_of_the_former_
     pair.run("step = 5\nshare = 64 // world_size\nmine = torch.arange(2) * rank", echo=False)
     first, *rest = str(pair.resize(3)).splitlines()
     assert re.fullmatch(
-        r"rank 2 → 3 \(.*s\) · rank 2 is new · setup replayed \(1 cell\) · imports and definitions of 1 cell · "
+        r"2 → 3 ranks \(.*s\) · rank 2 is new · setup replayed \(1 cell\) · imports and definitions of 1 cell · "
         r"share from rank 0 \(alike on ranks 0-1\) · groups formed anew",
         first,
     ), first
@@ -89,7 +89,7 @@ def test_what_it_says_has_the_axes_who_is_new_or_left_and_what_is_of_the_former_
         "computed from the former number of ranks: share (run their cells again)",
     ]
     resized = pair.resize(1)
-    assert re.fullmatch(r"rank 3 → 1 \(.*s\) · ranks 1-2 left · groups formed anew", str(resized).splitlines()[0])
+    assert re.fullmatch(r"3 → 1 ranks \(.*s\) · ranks 1-2 left · groups formed anew", str(resized).splitlines()[0])
     assert (resized.before, resized.after, resized.left, resized.ranks) == ({"rank": 3}, {"rank": 1}, (1, 2), ())
     assert values(pair, "rank, world_size, dist.get_world_size(), math.e > 2, step") == {0: (0, 1, 1, True, 5)}
 
@@ -421,7 +421,7 @@ def test_a_stop_ends_the_waiting_for_a_resize_and_says_what_came_of_it(
     press_stop_when(lambda: _has_said(pair, "begun", (2,)))
     with pytest.raises(
         CellInterrupted,
-        match=r"^the resize was stopped, and was completed all the same:\nrank 2 → 3(.|\n)* were not replayed",
+        match=r"^the resize was stopped, and was completed all the same:\n2 → 3 ranks(.|\n)* were not replayed",
     ):
         pair.resize(3)
     assert is_whole(pair, 3)

@@ -158,7 +158,7 @@ def test_a_mesh_is_resized_by_a_line_and_the_notebook_goes_on(front: FrontEnd) -
     front.run("%%mesh --setup\nimport math")
     resized = front.run("%mesh resize 3")
     assert resized.status == "ok", resized.traceback
-    assert "rank 2 → 3" in resized.stdout
+    assert "2 → 3 ranks" in resized.stdout
     assert "rank 2 is new · setup replayed (1 cell)" in resized.stdout
     assert front.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t), world_size").result == "(3, 3)"
     assert front.value("len(get_ipython().meshbook.mesh)") == 3

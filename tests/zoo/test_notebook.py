@@ -47,7 +47,7 @@ def test_the_notebook_about_failures_has_an_undisturbed_runs_curve_and_deals_eac
     assert re.search(r"elastic: goes on at step \d+", done.out)
     assert "120 losses; the two curves differ by at most 0.0e+00" in done.out
     assert "120 losses are back" in done.out
-    assert "rank 4 → 3" in done.out
+    assert "4 → 3 ranks" in done.out
     assert "70 losses; each of 3840 rows was in 1 to 1 batches" in done.out
 
 
