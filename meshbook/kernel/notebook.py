@@ -12,6 +12,7 @@ import sys
 from typing import Any, cast
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import MeshbookError
@@ -75,6 +76,12 @@ class Notebook:
     def mesh(self) -> Mesh | None:
         """The mesh that cells run on."""
         return self.meshes.current
+
+    def run_shown(self, magic: str, arguments: str) -> None:
+        """Run a line magic above code for the ranks, and display its value, which IPython does for a last line only."""
+        value = self.shell.run_line_magic(magic, arguments)
+        if value is not None:
+            display(value)  # type: ignore[no-untyped-call]
 
     def run_setting(self, magic: str, arguments: str) -> None:
         """Run a line magic that sets something in the shell, in this process. The ranks run it too, and print."""

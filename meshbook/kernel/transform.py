@@ -245,6 +245,8 @@ def _parse_local_line(line: str) -> tuple[str, bool] | None:
     if magic is None:
         return None
     name, arguments = magic["name"], magic["rest"].strip()
+    if name == "mesh":
+        return f"{NOTEBOOK_EXPRESSION}.run_shown({name!r}, {arguments!r})\n", False
     if name in LOCAL_LINE_MAGICS:
         return line, False
     if name not in BOTH_LINE_MAGICS:

@@ -135,4 +135,4 @@ def test_a_rendered_error_has_the_tracebacks_of_ranks_that_raised_as_a_note_once
     error = error_from(finished(((0,), STOPPED), ((1,), RAISED)))
     assert error is not None
     assert render_error(render_error(error)) is error
-    assert error.__notes__ == ["rank 1: ValueError: bad\nValueError: bad\n\nrank 0: KeyboardInterrupt"]
+    assert error.__notes__ == ["rank 1: ValueError: bad\n\nrank 0: KeyboardInterrupt"]

@@ -480,6 +480,18 @@ def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontE
         assert "it stands at the top of a cell" in shared.run(f"x = 1\n{magic}").traceback
 
 
+def test_a_magic_above_code_shows_its_value(shared: FrontEnd) -> None:
+    cell = shared.run("%mesh status\nprint('below')")
+    assert "2 ranks" in cell.text
+    assert "below" in cell.stdout
+
+
+def test_a_name_that_one_rank_lacks_is_named_with_that_rank(shared: FrontEnd) -> None:
+    shared.run("%%mesh --ranks 0\nonly_on_0 = 3")
+    expected = ["rank 1: NameError: name 'only_on_0' is not defined on rank 1", "rank 0 ran to its end"]
+    assert shared.run("%mesh pull only_on_0").traceback.splitlines() == expected
+
+
 def test_a_magic_with_a_typo_is_one_line_and_the_name_that_was_meant(shared: FrontEnd) -> None:
     for source, meant in (("%mehs why", "%mesh"), ("%%controler\n1", "%%controller"), ("%autorelod 2", "%autoreload")):
         cell = shared.run(source)

@@ -59,6 +59,7 @@ _RUNNER_FILE: Final = os.path.join(_MESHBOOK_FOLDER, "rank", "cells", "code_runn
 _USER_FACING_FILES: Final = tuple(
     os.path.join(_MESHBOOK_FOLDER, "rank", name)
     for name in (
+        "objects.py",
         "previews/expressions.py",
         "cells/code_runner.py",
         "cells/compiler.py",
