@@ -151,6 +151,8 @@ def shorten_anomaly_stacks() -> None:
     if fx_traceback is None:
         return
     format_stack = fx_traceback.format_stack
+    if format_stack.__module__ == __name__:  # a spare has become a rank
+        return
 
     def format_cell_stack() -> list[str]:
         stack: list[str] = format_stack()
