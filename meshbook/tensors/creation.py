@@ -189,6 +189,12 @@ def to_remote_tensor(leaf: Any) -> Any:
     assert session.axes is not None
     full_mesh = Mesh.of(session, session.axes)
     found = adopt(full_mesh, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+    if found is None and meta is not None and meta.placements is not None:
+        raise PlacementError(
+            f"{leaf._meshbook_path} is a DTensor with the placements {meta.placements}, and a remote tensor has Shard, "
+            f"Replicate or Partial on each axis of {session.axes}; {leaf._meshbook_path}.full_tensor() is all of it on "
+            "every rank, and its redistribute(placements=…), here or in a cell, gives it others"
+        )
     if found is None:
         raise TypeError(
             f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "

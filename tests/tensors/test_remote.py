@@ -517,6 +517,22 @@ def test_a_tensor_of_a_cell_is_one_here_and_changes_are_seen_by_both(mesh2: Mesh
     assert torch.equal(own.reduce("dp").local(0), torch.ones(3))
 
 
+def test_a_dtensor_of_a_cell_that_no_remote_tensor_can_be_says_its_placements_and_what_gives_it_others(
+    mesh2: Mesh,
+) -> None:
+    mesh2.run(
+        "from torch.distributed.tensor import distribute_tensor, Shard\n"
+        "x = distribute_tensor(torch.arange(24.).reshape(3, 4, 2), mesh, [Shard(1)], src_data_rank=None)\n"
+        "flat = x.flatten(0, 1)"
+    )
+    flat = mesh2["flat"]
+    for use in (lambda: torch.relu(flat), lambda: distribute(torch.ones(2), mesh2) + flat):
+        with pytest.raises(PlacementError, match=r"placements \(_StridedShard.*flat.full_tensor\(\) is all of it"):
+            use()
+    whole = torch.relu(flat.redistribute(placements=[Replicate()]))
+    assert torch.equal(whole.full_tensor(), torch.arange(24.0).reshape(12, 2))
+
+
 def test_remote_tensors_arrive_in_cells_as_the_ranks_own(mesh2: Mesh) -> None:
     x = distribute(torch.arange(6.0).reshape(6, 1), mesh2, [Shard(0)])
     kinds = mesh2.execute(lambda t: (type(t).__name__, tuple(t.to_local().shape)), x * 2)
