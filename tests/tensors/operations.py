@@ -145,6 +145,7 @@ def into_out(x: Tensor) -> list[Tensor]:
         torch.amax(x, 0, out=torch.zeros_like(x[0])),
         *torch.max(x, 1, out=found),
         torch.sum(x, 0, out=torch.zeros_like(x[0])),
+        torch.linalg.matrix_rank(x.unsqueeze(0), atol=0.1, out=torch.zeros_like(x[:1, 0], dtype=torch.long)),
     ]
 
 

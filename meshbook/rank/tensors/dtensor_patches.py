@@ -32,6 +32,12 @@ aten = torch.ops.aten
 
 register_sharding: Any = _register_sharding  # torch gives it no types
 
+def _matrix_rank_into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Write the result into `out`: of a subclass's tensors, torch's own gives another tensor and leaves `out` alone."""
+    rank = torch.linalg.matrix_rank(*args, **kwargs)
+    return torch.Tensor.resize_(out, rank.shape).copy_(rank) if out.shape != rank.shape else out.copy_(rank)
+
+
 _installed = False
 
 
@@ -44,6 +50,9 @@ def install() -> None:
         attention.register_shardings(register_sharding)
         _register_fused_steps()
         _register_other_ops()
+        for overload in ("out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"):
+            # The key that tensors of subclasses have, above that of autograd, under which torch decomposes it.
+            _aten_library.impl(f"linalg_matrix_rank.{overload}", _matrix_rank_into, "PythonTLSSnapshot")
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers |= dict.fromkeys(DECOMPOSED, torch_decomposition)
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
