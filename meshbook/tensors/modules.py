@@ -23,7 +23,7 @@ from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.previews import expressions
-from meshbook.rank.tensors import building, modes, resident_module
+from meshbook.rank.tensors import building, dtensor_patches, modes, resident_module
 from meshbook.rank.tensors.strategies import NAMES, PRECISIONS, Plan, batch_axis, plan_named, precision_error
 from meshbook.tensors import dispatch, planning, state_files
 from meshbook.tensors.base import MeshTensor
@@ -55,10 +55,11 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
     Raises:
         PlacementError: they do not fit a parameter or the mesh; the message names the parameter.
     """
+    building.use_dense_gradients(module)
     moved: dict[int, Any] = {}
     for prefix, submodule in list(module.named_modules()):
         if isinstance(submodule, nn.LSTM) and not any(isinstance(one, MeshTensor) for one in submodule.parameters()):
-            _disable_fused_lstm(submodule)
+            dtensor_patches.disable_fused_lstm(submodule)
         for tensor_dict in (submodule._parameters, submodule._buffers):
             for name, tensor in list(tensor_dict.items()):
                 if tensor is None or isinstance(tensor, MeshTensor):
@@ -91,25 +92,6 @@ def _distribute_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any
     if not isinstance(tensor, nn.Parameter):
         return remote_tensor
     return nn.Parameter(remote_tensor, requires_grad=tensor.requires_grad)
-
-
-# Whether oneDNN was enabled before each of the LSTMs that are running.
-_onednn_was_enabled: list[bool] = []
-
-
-def _disable_fused_lstm(module: nn.LSTM) -> None:
-    """Disable oneDNN while an LSTM runs: its one operation for a complete LSTM on a CPU has no DTensor rule."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        _onednn_was_enabled.append(torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)
-
-    def after(module: nn.Module, args: Any, result: Any) -> None:
-        if _onednn_was_enabled:
-            torch._C._set_mkldnn_enabled(_onednn_was_enabled.pop())
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
 
 
 def _placements_for(placements: Placements, name: str, tensor: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import OperationFailed
+from meshbook.errors import OperationFailed, UsageError
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import FAULT_CALLBACKS, TensorEngine
@@ -206,6 +206,11 @@ _original_add_param_group = Optimizer.add_param_group
 def _patched_add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
     _original_add_param_group(self, param_group)
     if any(isinstance(parameter, RemoteTensor) for parameter in param_group["params"]):
+        if isinstance(self, torch.optim.SparseAdam):
+            raise UsageError(
+                "SparseAdam steps by sparse gradients, and those of remote parameters are dense, also of an embedding "
+                "with sparse=True; use torch.optim.Adam, or SGD or Adagrad, whose steps are the same by either"
+            )
         _wrap_step_method(type(self))
         _remote_optimizers.add(self)
 

@@ -181,6 +181,7 @@ def apply_strategy(
     options: Mapping[str, Any],
 ) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
     """Distribute a module. Tensors from shared memory are copied, so that the rank owns them."""
+    use_dense_gradients(module)
     if not isinstance(strategy, (Plan, str)):
         return strategy(module.to(device), mesh) or module, None, []
     if strategy == "replicate":
@@ -223,11 +224,20 @@ def apply_strategy(
     return wrap_ddp(module, mesh, strategy.ddp, options), cut, checks
 
 
+def use_dense_gradients(module: nn.Module) -> None:
+    """Have embeddings give dense gradients, the same numbers: no strategy has sparse ones, nor have remote tensors."""
+    for submodule in module.modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
+            submodule.sparse = False
+
+
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Like torch's `distribute_module`, which would make a tensor that has two names two tensors."""
     dtensor_patches.include_scalars_in_all_cache_keys()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
+        if isinstance(submodule, nn.LSTM):
+            dtensor_patches.disable_fused_lstm(submodule)
         parameters: dict[str, Any] = submodule._parameters
         for held in (parameters, submodule._buffers):
             for name, tensor in held.items():

@@ -25,12 +25,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from meshbook.rank.tensors import attention
 
 aten = torch.ops.aten
 
 register_sharding: Any = _register_sharding  # torch gives it no types
+
 
 def _matrix_rank_into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Write the result into `out`: of a subclass's tensors, torch's own gives another tensor and leaves `out` alone."""
@@ -55,6 +57,7 @@ def install() -> None:
             _aten_library.impl(f"linalg_matrix_rank.{overload}", _matrix_rank_into, "PythonTLSSnapshot")
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers |= dict.fromkeys(DECOMPOSED, torch_decomposition)
+        handlers[aten.transpose_.default] = _transpose_in_place
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator._propagate_tensor_meta_non_cached = _ResultMetas(propagator._propagate_tensor_meta_non_cached)
         for name in ("_collective_utils", "_redistribute"):
@@ -202,6 +205,19 @@ def _register_other_ops() -> None:
             )
         return strategies
 
+    # What is seldom enough that no rule tells its rows from others: every rank computes all of it.
+    for operator in (
+        aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
+        aten._embedding_bag_backward.default, aten._embedding_bag_per_sample_weights_backward.default,
+        aten._weight_norm_interface_backward.default, aten._trilinear.default,
+    ):  # fmt: skip
+        num_results = len(operator._schema.returns)
+
+        @register_sharding(operator)  # type: ignore[untyped-decorator]
+        def whole(*args: Any, num_results: int = num_results) -> Any:
+            given = [Replicate() if isinstance(argument, DTensorSpec) else None for argument in args]
+            return [([Replicate()] * num_results, given)]
+
 
 DECOMPOSED = (
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
@@ -225,6 +241,14 @@ def torch_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _CAST_TO_FIRST_DTYPE and isinstance(made, torch.Tensor):
         made = made.to(args[0].dtype)
     return made
+
+
+def _transpose_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Have a DTensor become its transposed view, as torch's own GRU and RNN do with their results."""
+    tensor, dim, other_dim = args
+    view: Any = tensor.transpose(dim, other_dim)
+    tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
+    return return_and_correct_aliasing(func, args, kwargs, tensor)  # type: ignore[no-untyped-call]
 
 
 _ops_with_scalar_keys: set[Any] = set()
@@ -370,6 +394,25 @@ def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> I
     finally:
         for each, state in zip(generators_used, states, strict=True):
             each.set_state(state)
+
+
+# Whether oneDNN was enabled before each of the LSTMs that are running.
+_onednn_was_enabled: list[bool] = []
+
+
+def disable_fused_lstm(module: torch.nn.LSTM) -> None:
+    """Disable oneDNN while an LSTM runs: its one operation for a complete LSTM on a CPU has no DTensor rule."""
+
+    def before(module: Any, args: Any) -> None:
+        _onednn_was_enabled.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+
+    def after(module: Any, args: Any, result: Any) -> None:
+        if _onednn_was_enabled:
+            torch._C._set_mkldnn_enabled(_onednn_was_enabled.pop())
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
 
 
 def is_strided_shard(placement: Any) -> bool:

@@ -294,7 +294,7 @@ def _forward_context(
 ) -> Iterator[None]:
     """Apply autocast and the seed of a forward."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watching.in_module())
+        stack.enter_context(resident.computing())
         if dtype is not None:
             stack.enter_context(torch.autocast(resident.mesh.device_type, dtype=dtype))
         if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
@@ -459,7 +459,7 @@ def _backward(
     # Until all gradients are popped: one that remains would be added to the next step's.
     with resident.clean_up_on_error():
         resident.prepare_backward(saved, outputs)
-        with watching.in_module(), torch.enable_grad():
+        with resident.computing(), torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
         resident.average_gradients()
         watching.backward_ended(resident.named_parameters(), [tensor.grad for tensor in saved.inputs])

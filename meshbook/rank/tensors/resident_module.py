@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError, message_of, repr_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes
-from meshbook.rank.tensors import building, pipeline
+from meshbook.rank.tensors import building, pipeline, watching
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.blocks import block_names
 from meshbook.rank.tensors.strategies import Plan
@@ -244,7 +246,23 @@ class ResidentModule:
                     "a parameter got no gradient in the step before; where that is as it should be: "
                     f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
                 ) from error
+            if isinstance(error, NotImplementedError) and "have a sharding strategy" in (text := message_of(error)):
+                raise NotImplementedError(
+                    f'{text} Under "replicate" a module computes with DTensors; strategy="ddp" and "fsdp" run any '
+                    "operation, and so does meshbook.module_to_mesh"
+                ) from error
+            if isinstance(error, AssertionError) and _is_raised_by_dtensor(error) and not self.runs_locally:
+                raise TypeError(
+                    'under "replicate" a module computes with DTensors, and one was written into a tensor that the '
+                    'module has made itself, out = torch.zeros(...): make it by x.new_zeros(...), or use strategy="ddp"'
+                ) from error
             raise
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run the module's code. With DTensors, a tensor that the code makes itself counts as replicated."""
+        with watching.in_module(), contextlib.nullcontext() if self.runs_locally else implicit_replication():
+            yield
 
     def copy_state_to(self, other: ResidentModule) -> None:
         """Give a module of the same structure the extra state, numbers and texts of this one's submodules."""
@@ -269,6 +287,11 @@ class ResidentModule:
     def axes_text(self) -> str:
         """Return `dp=2`, or `node=2 x gpu=4` (8)."""
         return " x ".join(f"{self.mesh.mesh_dim_names[axis]}={self.mesh.size(axis)}" for axis in self.axes)
+
+
+def _is_raised_by_dtensor(error: BaseException) -> bool:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and str(frames[-1][0].f_globals.get("__name__")).startswith("torch.distributed.tensor")
 
 
 def _part(name_of_part: str, module: nn.Module) -> PartDescription:
