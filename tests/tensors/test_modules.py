@@ -110,6 +110,31 @@ def test_weights_can_be_brought_and_put_back(mesh2: Mesh) -> None:
     assert all(torch.equal(tensor.full_tensor(), full[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
+def test_a_forward_computes_with_what_its_parameters_are_by_now_also_without_a_backward_in_between(
+    mesh2: Mesh, options: dict[str, Any]
+) -> None:
+    alone = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="fsdp", **options)
+    x = torch.randn(4, 4)
+    there = meshbook.distribute(x, mesh2, [Shard(0)])
+    changes: tuple[Callable[[Any], Any], ...] = (
+        lambda module: [parameter.mul_(2) for parameter in module.parameters()],
+        lambda module: module.load_state_dict({name: tensor * 0 + 1 for name, tensor in alone.state_dict().items()}),
+    )
+    for graph in (torch.no_grad, torch.enable_grad):
+        for change in changes:
+            with graph():  # what was gathered for this forward is kept for a backward that does not come
+                close(model(there).full_tensor(), alone(x))
+            with torch.no_grad():
+                change(model)
+                change(alone)
+    close(model(there).full_tensor(), alone(x))
+    model(there).sum().backward()
+    alone(x).sum().backward()
+    close(model[2].weight.grad.full_tensor(), alone[2].weight.grad)
+
+
 def test_an_output_that_becomes_a_mask_in_place_has_no_slope(mesh2: Mesh) -> None:
     model = meshbook.distribute(nn.Linear(3, 2), mesh2)
     model(meshbook.distribute(torch.ones(4, 3), mesh2, [Shard(0)])).gt_(0).sum().backward()

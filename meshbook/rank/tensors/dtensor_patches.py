@@ -209,7 +209,7 @@ def _register_other_ops() -> None:
     for operator in (
         aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
         aten._embedding_bag_backward.default, aten._embedding_bag_per_sample_weights_backward.default,
-        aten._weight_norm_interface_backward.default, aten._trilinear.default,
+        aten._weight_norm_interface_backward.default, aten._trilinear.default, aten.scatter_reduce.two,
     ):  # fmt: skip
         num_results = len(operator._schema.returns)
 

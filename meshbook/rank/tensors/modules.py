@@ -223,7 +223,7 @@ def _forward(
     is_first: bool = False,
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = find_resident(key)
-    any_training = resident.set_modes(training)
+    any_training = resident.prepare_forward(training)
     inputs = _own_inputs(resident, inputs_with_grad or (), args, kwargs)
     dtype = getattr(torch, autocast_dtype) if autocast_dtype is not None else resident.autocast_dtype
     buffers_to_copy = mutated_buffers if resident.averages_gradients else ()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import UsageError, message_of, repr_of
 from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
-from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes
+from meshbook.rank.state.modules import attributes_of, extra_states_of, load_attributes, reshard
 from meshbook.rank.tensors import building, pipeline, watching
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.blocks import block_names
@@ -202,8 +202,12 @@ class ResidentModule:
         """Return what tells whether random numbers were drawn: the generators' states, and how often stages drew."""
         return [*pipeline.rng_states(), torch.tensor([chain.num_draws for chain in self.pipelines])]
 
-    def set_modes(self, modes: Modes) -> bool:
-        """Have the module and its parts train or not; return whether any part trains."""
+    def prepare_forward(self, modes: Modes) -> bool:
+        """Have the module and its parts train or not; return whether any part trains.
+
+        What FSDP2 has gathered for an earlier forward without a backward is dropped: parameters may have changed since.
+        """
+        reshard(self.module)
         training, others = modes if isinstance(modes, tuple) else (modes, ())
         if modes != self._modes or self.module.training != training:
             self._modes = modes
@@ -219,9 +223,7 @@ class ResidentModule:
         self.trainable_indices = list(indices)
         for index in self._parameter_indices:
             self.tensors[index].requires_grad_(index in indices)
-        for submodule in self.module.modules():
-            if isinstance(submodule, FSDPModule):  # gathered parameters change when they are gathered again
-                submodule.reshard()
+        reshard(self.module)  # gathered parameters change when they are gathered again
         # DDP checks requires_grad only in its constructor.
         if isinstance(self.module, DistributedDataParallel) and indices:
             self.module = building.wrap_ddp(self.module.module, self.mesh, self.axes[0], self.options)
