@@ -159,3 +159,54 @@ def test_sparse_embeddings_train_as_in_one_process_and_sparse_adam_says_what_to_
         close(mine.full_tensor(), reference)
     with pytest.raises(UsageError, match=r"those of remote parameters are dense.*use torch.optim.Adam"):
         torch.optim.SparseAdam(model.parameters())
+
+
+class Computes(nn.Module):
+    """A function of what comes in and of a parameter."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.factors, self.function = nn.Parameter(torch.tensor([1.0, 0.5, -2.0, 0.7])), function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, self.factors)
+
+
+TARGETS = torch.tensor([0, -100, -100, 1, 2, -100, 3, 1])
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.cross_entropy(x * w, TARGETS),
+        lambda x, w: F.cross_entropy(x * w, TARGETS.abs() % 4, weight=torch.tensor([1.0, 2, 3, 4])),
+        lambda x, w: x * w * x.sum().item(),
+        lambda x, w: (x * w).amax(),
+        lambda x, w: torch.ones_like((x * w).sum(1)) - (x * w).sum(1),
+        lambda x, w: x * w + ((x * 4).long() << 2),
+    ],
+    ids=["ignored targets", "weighed targets", "item", "amax", "ones like a sum", "shift"],
+)
+def test_what_dtensors_compute_wrongly_is_that_of_one_process(
+    mesh2: Mesh, function: Callable[[Any, Any], Any], placement: Any
+) -> None:
+    alone = Computes(function)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+    same_step(model, alone, x, mesh2, [placement])
+
+
+def add_to_rows(x: Any, w: Any) -> Any:
+    y = (x * w).clone()
+    y[1:3] += 1
+    return y
+
+
+def test_a_write_through_a_view_across_pieces_is_refused_and_within_them_done(mesh2: Mesh) -> None:
+    alone = Computes(add_to_rows)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
+    x = torch.randn(4, 4)
+    same_step(model, alone, x, mesh2, [Shard(1)])
+    with pytest.raises(CellError, match=r"add_ of a part of a tensor that lies in pieces \(Shard\(dim=0\),\): DTensor"):
+        model(meshbook.distribute(x, mesh2, [Shard(0)]))

@@ -25,6 +25,7 @@ from meshbook.rank.state.modules import attributes_of, extra_states_of, load_att
 from meshbook.rank.tensors import building, pipeline, watching
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.blocks import block_names
+from meshbook.rank.tensors.dtensor_mode import DTensorMode
 from meshbook.rank.tensors.strategies import Plan
 
 # What a forward runs in: whether the module trains and, if some parts are in the other mode, their names.
@@ -263,8 +264,12 @@ class ResidentModule:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Run the module's code. With DTensors, a tensor that the code makes itself counts as replicated."""
-        with watching.in_module(), contextlib.nullcontext() if self.runs_locally else implicit_replication():
-            yield
+        with watching.in_module():
+            if self.runs_locally:
+                yield
+                return
+            with implicit_replication(), DTensorMode():  # type: ignore[no-untyped-call]
+                yield
 
     def copy_state_to(self, other: ResidentModule) -> None:
         """Give a module of the same structure the extra state, numbers and texts of this one's submodules."""
