@@ -168,6 +168,7 @@ class RankProcBackend(ProcBackend):
                 )
                 found = zip(self.axes.ranks, self._procs_ref.addresses, strict=True)
                 self._nodes |= {(rank, address.pid): address.node for rank, address in found if address.pid}
+                local_transport().connect_again(address.node for address in self._procs_ref.addresses)
                 if self._relay is not None:
                     self._relay.add_nodes(set(self._nodes.values()))
                 self.ready.resolve(lambda: True)

@@ -20,15 +20,12 @@ class SessionRelay:
     def __init__(self, session: Session, transport: Transport) -> None:
         self._connection = session.connection
         self._nodes: set[str] = set()
-        listeners = session.connection.listeners
-        listeners.report_handlers[messages.BytesRelayed] = lambda report: transport.machines.piece_received(
-            self, report.piece
-        )
-        listeners.mesh_stopped.append(
-            lambda reason: transport.machines.remove_mesh(self, f"has ended with its mesh: {reason}")
-        )
+        listeners, machines = session.connection.listeners, transport.machines
+        listeners.report_handlers[messages.BytesRelayed] = lambda report: machines.piece_received(self, report.piece)
+        listeners.mesh_stopped.append(lambda reason: machines.remove_mesh(self, f"has ended with its mesh: {reason}"))
+        listeners.closed.append(lambda: machines.remove_mesh(self, "cannot be reached: this program has left its mesh"))
         session.connection.send(messages.ActorsOpened(transport.address.node, os.getpid()))
-        transport.machines.add_mesh(self)
+        machines.add_mesh(self)
 
     def add_nodes(self, nodes: set[str]) -> None:
         """Record processes of the mesh."""

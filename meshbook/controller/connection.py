@@ -55,6 +55,7 @@ class ConnectionListeners:
     # the mesh has changed, or a reply describes it; before anybody has the reply
     ranks_changed: list[Callable[[messages.MeshChanged], None]] = field(default_factory=list)
     mesh_stopped: list[Callable[[str], None]] = field(default_factory=list)
+    closed: list[Callable[[], None]] = field(default_factory=list)  # this process leaves the mesh; on any thread
     segments_released: list[Callable[[messages.SegmentsReleased], None]] = field(default_factory=list)
     idle: list[Callable[[], None]] = field(default_factory=list)  # every few seconds
     # the supervisor stopped replying (True), or replies again (False)
@@ -352,6 +353,7 @@ class SupervisorConnection:
         if self._sockets.refuse_sending():
             return
         self.pending.fail_all(f"this process has left the mesh {self.connection_info.name!r}")
+        self._notify(self.listeners.closed)
         with contextlib.suppress(OSError):
             os.write(self._wake_write_fd, b"x")
         if self.thread.ident is None:

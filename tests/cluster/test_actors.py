@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshbook
 from meshbook.actor import Actor, ActorError, ActorMesh, Buffer, Channel, SupervisionError, endpoint, pull
 from meshbook.actors.procs import ProcMesh, list_actors
 from meshbook.actors.runtime.registry import local_registry
@@ -208,6 +209,20 @@ def test_ports_and_remote_names_travel(mesh: Mesh, workers: ActorMesh[Worker]) -
     assert [receiver.recv().get(WAIT_S) for _ in range(4)] == ["hello"] * 4
     mesh.run("here = 10 + rank")
     assert values(workers.echo.call(mesh["here"])) == [10, 11, 12, 13]
+
+
+def test_a_mesh_that_is_left_and_attached_again_has_its_actors(bed: Bed) -> None:
+    mesh = create_mesh(2, on="ssh://n1,n2", torch=False)
+    waiting = mesh.spawn("workers", Worker).slice(rank=1).hang.call_one()
+    when(lambda: runs(mesh, "workers", "hang"))
+    mesh.detach()
+    with pytest.raises(SupervisionError, match="this program has left its mesh"):
+        waiting.get(WAIT_S)
+    with meshbook.attach(mesh.name) as again:
+        others = again.spawn("others", Worker)
+        assert values(others.echo.call(1)) == [1, 1]
+        assert again.actors()["workers"].slice(rank=0).echo.call_one(2).get(WAIT_S) == 2
+        again.stop()
 
 
 def test_an_endpoint_on_another_machine_is_interrupted(mesh: Mesh, workers: ActorMesh[Worker]) -> None:

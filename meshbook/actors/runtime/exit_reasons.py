@@ -31,6 +31,11 @@ class ExitReasons:
             self._reason_by_node[node] = reason
             self._changed.notify_all()
 
+    def forget(self, node: str) -> None:
+        """A process runs of which an end was recorded: its mesh was left, and attached again."""
+        with self._changed:
+            self._reason_by_node.pop(node, None)
+
     def record_mesh_end(self, nodes: Iterable[str], reason: str) -> None:
         """Record that all processes of a mesh have ended with it."""
         with self._changed:

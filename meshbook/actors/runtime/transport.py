@@ -23,7 +23,7 @@ import selectors
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -124,6 +124,14 @@ class Transport:
             self.add_connection(peer)
             self._peers[address.node] = peer  # last: other threads may send from now on, after the PeerHello
             return peer
+
+    def connect_again(self, nodes: Iterable[str]) -> None:
+        """These processes run: forget that connections to them have ended."""
+        with self._connect_lock:
+            for node in nodes:
+                if node in self._peers and self._peers[node].lost_reason is not None:
+                    del self._peers[node]
+                    self.exit_reasons.forget(node)
 
     def _open_connection(self, address: NodeAddress) -> Peer | RelayedPeer:
         if (peer := self.machines.connect(address)) is not None:
