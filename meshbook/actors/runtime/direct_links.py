@@ -114,7 +114,10 @@ class DirectLinks:
     def _run_actions(self) -> None:
         os.read(self._wake_read, 4096)
         while not self._actions.empty():
-            self._actions.get()()
+            try:
+                self._actions.get()()
+            except Exception:  # the next ones belong to other connections
+                log.exception("a connection between machines failed; the others go on")
 
     def _on_hello(self, identity: bytes, frames: list[bytes]) -> None:
         try:

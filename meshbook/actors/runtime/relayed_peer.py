@@ -17,7 +17,7 @@ from meshbook.actors.runtime.reactor import Reactor
 from meshbook.errors import MeshbookError
 from meshbook.wire.messages import NodeAddress, RelayedBytes
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 512 << 10
 _WINDOW_BYTES = 8 << 20  # on the way at most, in each direction of a connection
 _CREDIT_BYTES = _WINDOW_BYTES // 4  # that were read before the sender hears of it
 
