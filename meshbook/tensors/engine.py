@@ -9,6 +9,7 @@ Its parts: `queue` (what waits to be sent), `templates`, `sender` (batches in fl
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import secrets
@@ -57,6 +58,14 @@ FAULT_CALLBACKS: list[Callable[[TensorEngine], None]] = []
 _is_deterministic = torch._C._get_deterministic_algorithms
 
 
+@functools.cache
+def _keep_out_of_compiled_code() -> None:
+    """Have code that `torch.compile` is given call Meshbook, instead of tracing what it does for remote tensors."""
+    from torch._dynamo import trace_rules  # imported with the first operation in any case
+
+    trace_rules.add("meshbook")
+
+
 class TensorEngine:
     """The remote tensors of one client on one mesh or slice.
 
@@ -68,6 +77,7 @@ class TensorEngine:
 
     def __init__(self, session: Session, axes: MeshAxes) -> None:
         assert session.axes is not None
+        _keep_out_of_compiled_code()
         self.session, self.axes = session, axes
         ENGINES.add(self)
         self.ranks: Ranks = tuple(sorted(axes.ranks))

@@ -436,3 +436,35 @@ def test_a_fused_optimizer_sends_its_counts_of_steps_once(mesh2: Mesh, monkeypat
     assert sent == 3  # one in each step
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().full_tensor(), other.detach())  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, as it compiles an optimizer
+@pytest.mark.parametrize("whole_step", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_torch_compile_of_functions_modules_and_steps_of_remote_tensors_runs_them_as_they_are(
+    mesh2: Mesh, whole_step: bool
+) -> None:
+    torch.manual_seed(0)
+    rows, wanted = torch.randn(8, 4), torch.randn(8, 4)
+    alone = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    start = copy.deepcopy(alone.state_dict())
+
+    def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compile: Callable[..., Any]) -> list[float]:
+        compiled, optimizer = compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of = compile(nn.HuberLoss())
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = loss_of(compiled(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return loss.detach()
+
+        if whole_step:
+            step = compile(step)
+        return [step().item() for _ in range(4)]
+
+    expected = train(alone, rows, wanted, lambda function: function)
+    alone.load_state_dict(start)
+    model = meshbook.module_to_mesh(alone, mesh2)
+    x, y = (meshbook.distribute(one, mesh2, sharding_spec=["dp", None]) for one in (rows, wanted))
+    assert train(model, x, y, torch.compile) == pytest.approx(expected, rel=1e-5)
