@@ -468,3 +468,23 @@ def test_torch_compile_of_functions_modules_and_steps_of_remote_tensors_runs_the
     model = meshbook.module_to_mesh(alone, mesh2)
     x, y = (meshbook.distribute(one, mesh2, sharding_spec=["dp", None]) for one in (rows, wanted))
     assert train(model, x, y, torch.compile) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_integer_that_a_forward_makes_of_its_rows_is_refused_with_what_to_give_instead(
+    mesh2: Mesh, strategy: str
+) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, whole: bool) -> Any:
+            positive = self.linear(x).sum(1) > 0
+            return positive.sum() if whole else positive
+
+    model = meshbook.distribute(Counts, mesh2, strategy=strategy)
+    x = meshbook.distribute(torch.randn(8, 4), mesh2, sharding_spec=["dp", None])
+    with pytest.raises(CellError, match=r"one torch.int64 number for the rows of each rank.*one for each row"):
+        model(x, True).item()
+    assert 0 <= model(x, False).sum().item() <= 8

@@ -32,7 +32,15 @@ from meshbook.rank.tensors.cut_styles import plain_linears
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import Modes, ResidentModule, find_resident, tensor_meta
-from meshbook.rank.tensors.results import ObjectThere, is_token, leaves_of, make_token, object_of, stays
+from meshbook.rank.tensors.results import (
+    ObjectThere,
+    is_token,
+    leaves_of,
+    make_token,
+    object_of,
+    output_placement,
+    stays,
+)
 
 
 def module_tensors(key: str) -> list[torch.Tensor]:
@@ -341,7 +349,7 @@ def _wrap_outputs(
             results.append(output.detach())
             output_placements.append(None)
             continue
-        placements = resident.placements_on_axes(_output_placement(output, is_sharded))
+        placements = resident.placements_on_axes(output_placement(output, is_sharded))
         results.append(DTensor.from_local(output.detach(), resident.mesh, placements, run_check=False))
         output_placements.append(placements)
     return results, output_placements
@@ -387,13 +395,6 @@ def _grad_like_parameter(grad: torch.Tensor, resident: ResidentModule, index: in
     if type(grad) is DTensor and grad.placements == placements and grad.device_mesh == resident.mesh:
         return grad
     return building.as_dtensor(grad, resident.mesh).redistribute(placements=placements)
-
-
-def _output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
-    """Return the placement of the ranks' outputs as one tensor: rows of it or, for a scalar, their mean."""
-    if not is_sharded:
-        return Replicate()
-    return Shard(0) if output.dim() else Partial("avg")
 
 
 def module_backward(

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors.operators import TENSOR
@@ -73,3 +74,22 @@ def object_of(token: torch.Tensor) -> Any:
             "the module again for a new one"
         )
     return token._meshbook_object  # type: ignore[attr-defined]
+
+
+def output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
+    """Return the placement of the ranks' outputs as one tensor: rows of it or, for a scalar, their mean.
+
+    Raises:
+        ValueError: a scalar that has no mean.
+    """
+    if not is_sharded:
+        return Replicate()
+    if output.dim():
+        return Shard(0)
+    if not (output.is_floating_point() or output.is_complex()):
+        raise ValueError(
+            f"the module gives one {output.dtype} number for the rows of each rank, and whether the whole batch's is "
+            "their sum or their maximum is not known: have it give one for each row (pred == y, without .sum()), or a "
+            "float, of which the mean is taken"
+        )
+    return Partial("avg")
