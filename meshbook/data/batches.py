@@ -14,6 +14,7 @@ from meshbook.data.async_batches import AsyncBatches
 from meshbook.errors import PlacementError, TransferError, UsageError
 from meshbook.placement import shard_spans
 
+_TORCH_DATASET = ("torch.utils.data.dataset", "Dataset")
 _NUMERIC_KINDS = "biufc"  # NumPy dtype kinds that a tensor can hold: bool, ints, floats, complex
 
 
@@ -21,7 +22,8 @@ def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
     """Iterate over the batches of an iterable, async or not; or over `batch_size` rows of one table, array or batch.
 
     Raises:
-        UsageError: a single object without `batch_size`, or `batch_size` for a source that yields batches.
+        UsageError: a single object without `batch_size`, or `batch_size` for a source that yields batches; a dataset,
+            which yields samples.
     """
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size={batch_size}; a batch has at least one row")
@@ -34,6 +36,11 @@ def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
         if batch_size is None:
             raise UsageError(f"a {type(source).__name__} is one batch; say how many rows to feed: batch_size=…")
         return _iterate_rows(normalize(source), batch_size)
+    if any((base.__module__, base.__name__) == _TORCH_DATASET for base in type(source).__mro__):
+        raise UsageError(
+            f"a {type(source).__name__} gives one sample at a time; feed(torch.utils.data.DataLoader(dataset, "
+            f"batch_size={batch_size or '…'}))"
+        )
     if batch_size is not None:
         raise UsageError(f"a {type(source).__name__} comes in batches of its own; leave batch_size out")
     if isinstance(source, AsyncIterable):

@@ -17,6 +17,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from meshbook.controller.mesh import Mesh
 from meshbook.data import batches
@@ -333,6 +334,7 @@ def test_a_client_that_is_killed_leaves_no_batch_on_the_ranks(mesh2: Mesh) -> No
     [
         (torch.ones(4), {}, "a Tensor is one batch; say how many rows"),
         ([torch.ones(4)], {"batch_size": 2}, "comes in batches of its own"),
+        (TensorDataset(torch.ones(4)), {"batch_size": 2}, r"one sample at a time; feed\(.*DataLoader\(dataset, batch"),
         ([torch.ones(4)], {"prefetch": -1}, "prefetch=-1"),
         ([torch.ones(4)], {"view": "x"}, "there is no view 'x'"),
         (3, {}, "neither batches nor a table"),
