@@ -112,9 +112,20 @@ class StatusLine:
         self._shown = text or self._shown
 
 
+def current_cell_number() -> int | None:
+    """Return the number of the cell that runs in this process; None: it is not a notebook."""
+    shell = _ipython_shell()
+    # since IPython 9, execution_count is already the next cell's
+    return None if shell is None else int(shell.displayhook.prompt_count)
+
+
+def _ipython_shell() -> Any:
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def _jupyter_shell() -> Any:
     """Return IPython's shell if a Jupyter kernel runs in this process, else None."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = _ipython_shell()
     return shell if getattr(shell, "kernel", None) is not None else None
 
 

@@ -69,8 +69,13 @@ class MeshList(Sequence[FoundMesh]):
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def table(self, mine: Sequence[str] = ()) -> Table:
-        """Return the list as a table; meshes named in `mine` are marked as this notebook's."""
+    def table(self, mine: Sequence[str] = (), current: str | None = None) -> Table:
+        """Return the list as a table.
+
+        Args:
+            mine: names of this notebook's meshes.
+            current: name of that of them on which its cells run.
+        """
         if not self._found:
             return Table("No mesh is running. Start one with %mesh start -n 4, or meshbook.create_mesh(4).")
         now = time.time()
@@ -80,7 +85,11 @@ class MeshList(Sequence[FoundMesh]):
                 describe_size(mesh.info.spec) if mesh.info and mesh.info.spec else "",
                 mesh.trouble or _describe_state(mesh.info),
                 format_age(now - mesh.started_at),
-                "this notebook" if mesh.name in mine else "",
+                "this notebook, whose cells run on it"
+                if mesh.name == current and len(mine) > 1
+                else "this notebook"
+                if mesh.name in mine
+                else "",
                 (", ".join(mesh.info.clients) or "nobody") if mesh.info else "",
             )
             for mesh in self._found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, overload
 
 from meshbook.controller import extensions, healing, remote, resizing, running, scattering, spares
-from meshbook.controller.console import Console, find_prompter
+from meshbook.controller.console import Console, current_cell_number, find_prompter
 from meshbook.controller.debugger_methods import DebuggerMethods
 from meshbook.controller.difference_methods import DifferenceMethods
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
@@ -143,13 +142,13 @@ class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
         """
         chosen_at = self._session.info.num_rank_changes if ranks is None else None
         chosen = self.resolve_ranks(ranks)
-        allow_input = wait and timeout is None and find_prompter() is not None
         command = self._session.cell_command(
-            textwrap.dedent(source),
+            running.dedent(source),
             chosen,
+            number=current_cell_number(),
             chosen_at=chosen_at,
             setup=setup,
-            allow_input=allow_input,
+            allow_input=wait and timeout is None and find_prompter() is not None,
             label="the cell",
         )
         console = Console(chosen, echo=echo)

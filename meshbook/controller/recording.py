@@ -77,7 +77,7 @@ def set_recording(session: Session, on: bool, limit: int) -> None:
         raise UsageError(f"a record of {limit} bytes holds nothing; the usual limit is {format_bytes(DEFAULT_LIMIT)}")
     session.record_bytes = limit if on else 0
     ranks = session.living(tuple(rank.rank for rank in session.info.ranks))
-    command = session.call_command(arm, (session.record_bytes,), {}, ranks, retain=False, label="record")
+    command = session.call_command(arm, (session.record_bytes,), {}, ranks, retain=False, label="mesh.record()")
     session.run_for_values(command)
 
 

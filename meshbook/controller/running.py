@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from meshbook.controller import recording
@@ -15,6 +16,14 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # Seconds that an interrupted call may take to end.
 _INTERRUPT_TIMEOUT_S = 10.0
+
+
+def dedent(source: str) -> str:
+    """Return the source of a cell, without the indentation that all of its lines have."""
+    if not isinstance(source, str):
+        what = f"a {type(source).__name__}"
+        raise TypeError(f"mesh.run runs source text, and this is {what}; mesh.execute(function) runs a function")
+    return textwrap.dedent(source)
 
 
 def run_command(session: Session, command: Any, console: Console) -> CellResult:

@@ -70,7 +70,8 @@ def _stop(notebook: Notebook, options: argparse.Namespace) -> None:
 
 
 def _list(notebook: Notebook, options: argparse.Namespace) -> Table:
-    return list_meshes().table(mine=tuple(notebook.meshes))
+    current = notebook.mesh.name if notebook.mesh is not None else None
+    return list_meshes().table(mine=tuple(notebook.meshes), current=current)
 
 
 def _attach(notebook: Notebook, options: argparse.Namespace) -> None:

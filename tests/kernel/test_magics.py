@@ -390,6 +390,20 @@ def test_list_marks_this_notebooks_own(typed: Terminal) -> None:
     assert "this notebook" not in rows["another"]
 
 
+def test_of_several_meshes_the_list_says_on_which_one_cells_run(fresh: Terminal) -> None:
+    fresh("%mesh start -n 1 --name one")
+    fresh("%mesh start -n 1 --name two")
+    fresh("%mesh use one")
+    rows = {line.split()[0]: line for line in str(fresh("%mesh list")).splitlines()}
+    assert "this notebook, whose cells run on it" in rows["one"]
+    assert "whose cells" not in rows["two"]
+    fresh("%%mesh\nnot_on_two = 1")
+    fresh("%mesh use two")
+    with pytest.raises(NameError) as caught:
+        fresh("not_on_two")
+    assert caught.value.__notes__ == ["`not_on_two` is a name on the ranks of one: %mesh use one"]
+
+
 def test_logs_show_what_a_rank_printed(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     typed("%%mesh\nprint('said by', rank)")
     capsys.readouterr()
