@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshbook.errors import TransferError
+from meshbook.controller.missing_modules import missing_module_hint
+from meshbook.errors import Failure, TransferError
 from meshbook.ids import name_ranks
+from meshbook.wire.messages import ActorFailure
 
 if TYPE_CHECKING:
     from meshbook.controller.session import Session
@@ -46,3 +48,11 @@ class MeshReferences:
             return key
 
         return key_of
+
+    def missing_module_hint(self, failures: Mapping[int, ActorFailure]) -> str:
+        """Return what to do about a module that ranks on other machines lack and this one has; "" if it is not that."""
+        ranks_by_failure: dict[tuple[str, str], list[int]] = {}
+        for rank, failure in sorted(failures.items()):
+            ranks_by_failure.setdefault((failure.ename, failure.text), []).append(rank)
+        distinct = [Failure(tuple(ranks), *failure) for failure, ranks in ranks_by_failure.items()]
+        return missing_module_hint(distinct, self._session.info.spec)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from meshbook.actors.mesh_references import MeshReferences
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.actors.runtime.context import context, message_var
@@ -129,7 +130,10 @@ class ReplyCollector:
 
     def make_failure_error(self, failures: dict[int, messages.ActorFailure]) -> faults.ActorError:
         ref = self.ref
-        return faults.combine_failures(failures, f"{ref.name}.{self.method}", ref.name)
+        error = faults.combine_failures(failures, f"{ref.name}.{self.method}", ref.name)
+        if isinstance(ref.references, MeshReferences) and (hint := ref.references.missing_module_hint(failures)):
+            error.add_note(hint)
+        return error
 
     def mark_failure_reported(self) -> None:
         """Record that a caller receives a failure of this mesh, so that the fault hook is not needed."""

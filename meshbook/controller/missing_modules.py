@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import re
 from collections.abc import Sequence
 
 from meshbook.errors import CellError, Failure, MeshbookError
@@ -23,8 +24,10 @@ def missing_module_hint(failures: Sequence[Failure], spec: MeshSpec | None) -> s
     if spec is None or not spec.on:
         return ""
     for failure in failures:
-        name = failure.evalue.partition("'")[2].partition("'")[0]
-        if failure.ename != "ModuleNotFoundError" or not name or (place := _place_here(name)) is None:
+        # A function, a value or an actor's class that could not be rebuilt there is a TransferError.
+        is_import = failure.ename == "ModuleNotFoundError" or "needs module `" in failure.evalue
+        found = re.search(r"No module named '([^']+)'", failure.evalue)
+        if not is_import or found is None or (place := _place_here(name := found[1])) is None:
             continue
         only_here = f"{name} is a module of this machine ({place}), and {name_ranks(failure.ranks)} cannot import it. "
         if "site-packages" in place or "dist-packages" in place:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from meshbook import clock
+from meshbook.actors.mesh_references import MeshReferences
 from meshbook.clock import ManualClock
 from meshbook.controller import missing_modules
 from meshbook.controller.missing_modules import add_hint, missing_module_hint
 from meshbook.controller.project import SyncedProject
 from meshbook.errors import CellError, Failure, SyncError
 from meshbook.wire import messages
-from meshbook.wire.messages import HostFiles, MeshSpec, ProjectFile, ProjectSpec
+from meshbook.wire.messages import ActorFailure, HostFiles, MeshSpec, ProjectFile, ProjectSpec
 
 SPEC = MeshSpec(axes={"rank": 2}, engine="ssh", on="ssh://n1,n2")
 
@@ -120,6 +121,19 @@ def test_a_module_that_only_this_machine_has_is_an_error_that_names_sync(module:
     assert isinstance(error, CellError)
     assert "--sync" in error.rendered[-1]
     assert "--sync" in error.__notes__[-1]
+
+
+def test_a_value_whose_module_only_this_machine_has_is_an_error_that_names_sync(module: str) -> None:
+    text = (
+        "the value needs module `pkg.util`, which cannot be imported where the value arrived (it needs `pkg`): "
+        "No module named 'pkg'; install it there"
+    )
+    found = missing_module_hint((Failure((0,), "TransferError", text, ()),), SPEC)
+    assert found.startswith(f"pkg is a module of this machine ({module}/pkg/__init__.py), and rank 0 cannot import it")
+    session: Any = SimpleNamespace(info=SimpleNamespace(spec=SPEC))
+    ended = f"?.__init__ failed, so there is no actor 'a': TransferError: {text}"
+    failures = {rank: ActorFailure(1, "ended", "TransferError", ended) for rank in (0, 1)}
+    assert "ranks 0-1 cannot import it. %mesh restart --sync" in MeshReferences(session).missing_module_hint(failures)
 
 
 def test_with_sync_the_hint_is_why_it_did_not_travel(module: str) -> None:
