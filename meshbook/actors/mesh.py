@@ -10,7 +10,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from meshbook.actors import base
 from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
@@ -55,6 +55,9 @@ class ActorMesh(MeshTrait, Generic[T]):
         if name in ref.methods:
             return NotAnEndpoint(self, name)
         raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), name))
+
+    def __getitem__(self, key: Any) -> NoReturn:  # without it Python says "not subscriptable", and no more
+        raise TypeError(f"{self._ref.name!r} is a mesh of actors; one of them: .slice({self._axes.names[0]}=0)")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._ref.endpoints})

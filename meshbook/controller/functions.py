@@ -7,13 +7,14 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Generic, ParamSpec, Protocol
 
 from meshbook.controller import running
 from meshbook.controller.console import Console, find_prompter
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
-from meshbook.errors import UsageError
+from meshbook.errors import UsageError, repr_of
 from meshbook.ids import Ranks
 
 P = ParamSpec("P")
@@ -30,6 +31,18 @@ class MeshRunner(Protocol):
     def resolve_ranks(self, ranks: None, /) -> Ranks: ...
 
 
+def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError if a function cannot be called so: here, where the user's line is."""
+    if not callable(function):
+        raise TypeError(f"{repr_of(function)} cannot be called; source text runs with mesh.run(source)")
+    if isinstance(function, FunctionType):
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}{signature}: {error}") from None
+
+
 class RemoteFunction(Generic[P]):
     """A function that runs on every rank of its mesh when called."""
 
@@ -38,6 +51,7 @@ class RemoteFunction(Generic[P]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankValues:
+        _check_arguments(self._function, args, kwargs)
         session = self._mesh.session
         chosen_at, ranks = session.info.num_rank_changes, self._mesh.resolve_ranks(None)
         command = session.call_command(

@@ -166,8 +166,9 @@ class RemoteValue(RemoteHandle):
 
     def __reduce__(self) -> Any:
         raise TransferError(
-            f"{self._meshbook_path} lives on the ranks of {self._meshbook_session.name!r} and cannot be pickled here; "
-            "pull it first (mesh.pull(…)), or pass it to mesh.execute, where it arrives as the rank's own object"
+            f"{self._meshbook_path} lives on the ranks of {self._meshbook_session.name!r} and cannot be pickled or "
+            "copied here; pull it first (mesh.pull(…)), or pass it to mesh.execute, where it arrives as the rank's own "
+            "object"
         )
 
     def _meshbook_key(self, session: Session) -> str:

@@ -64,6 +64,10 @@ class RankValues(Mapping[int, Any]):
             self._load_values((rank,))
         return self._loaded[rank]
 
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if name.startswith("_") else "; these are values by rank: values[0] is rank 0's, values.stack() all"
+        raise AttributeError(f"'RankValues' object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._value_of))
 

@@ -108,6 +108,10 @@ def test_what_cannot_be_called_says_why_before_anything_is_sent(counters: Any, p
         counters.add.call(1, 2, 3)
     with pytest.raises(TypeError, match=r"counters.add.call\(…\)"):
         counters.add(1)
+    with pytest.raises(TypeError, match=r"'counters' is a mesh of actors; one of them: .slice\(\w+=0\)"):
+        counters[0]
+    with pytest.raises(TypeError, match="'counters' is a mesh of actors"):
+        list(counters)
     with pytest.raises(ValueError, match="mesh of one actor, and 'counters' has 3"):
         counters.add.call_one()
     with pytest.raises(TransferError, match=r"args\[0\]\['lock'\].*lock"):

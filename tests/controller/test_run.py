@@ -39,6 +39,20 @@ def test_a_cell_on_some_ranks_leaves_the_others_alone(mesh: Mesh) -> None:
     assert dict(mesh.run("where").values) == {0: "nowhere", 1: "here", 2: "nowhere", 3: "here"}
 
 
+def test_what_cannot_be_called_so_says_it_in_the_line_of_the_caller(mesh: Mesh) -> None:
+    def add(x: int) -> int:
+        return x + 1
+
+    with pytest.raises(TypeError, match=r"add\(x: .*\) -> .*: got an unexpected keyword argument 'ranks'"):
+        mesh.execute(add, 1, ranks=0)
+    with pytest.raises(TypeError, match=r"'rank' cannot be called; source text runs with mesh.run\(source\)"):
+        mesh.execute("rank")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"this is a function; mesh.execute\(function\) runs a function"):
+        mesh.run(add)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"no attribute 'mean'; these are values by rank: values\[0\]"):
+        mesh.run("rank").values.mean()
+
+
 def test_ranks_can_be_chosen_by_axis(mesh: Mesh) -> None:
     assert list(mesh.run("rank", ranks="dp=1").values) == [2, 3]
     assert list(mesh.slice(tp=0).run("rank").values) == [0, 2]
