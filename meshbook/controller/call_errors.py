@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -52,9 +53,14 @@ def error_from(finished: messages.CallFinished, label: str = "the cell") -> Mesh
     return CellError((), succeeded, summary=f"{name_ranks(ranks_with_status(outcomes, 'skipped'))} did not answer")
 
 
-def render_error(error: MeshbookError) -> MeshbookError:
-    """Attach the ranks' tracebacks to an error, for IPython and for plain Python."""
+def render_error(error: MeshbookError, with_source: Callable[[str], str] = str) -> MeshbookError:
+    """Attach the ranks' tracebacks to an error, for IPython and for plain Python.
+
+    Args:
+        with_source: completes a frame with the source that this process knows, of a function that it has sent.
+    """
     if isinstance(error, (CellError, RankLost)) and not error.rendered:
+        error.failures = tuple(replace(one, traceback=tuple(map(with_source, one.traceback))) for one in error.failures)
         lines = rendering.render_errors(
             error.failures, getattr(error, "succeeded", ()), None, released=getattr(error, "released", ())
         )

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from meshbook.actors.runtime.faults import with_source
 from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.foreground import ForegroundCalls
@@ -284,7 +285,7 @@ class Session:
         """Raise the error that the finished call stands for, if it failed."""
         error = error_from(finished, label)
         if error is not None:
-            raise add_hint(render_error(error), self.info.spec)
+            raise add_hint(render_error(error, with_source), self.info.spec)
 
     def cell_result(self, command: Any, finished: messages.CallFinished, output: str) -> CellResult:
         """Return the result of a finished cell or call; `output`: what it printed.

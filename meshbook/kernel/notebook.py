@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, cast
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
+from meshbook.actors.runtime.faults import with_source
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import MeshbookError
+from meshbook.diagnose.source_files import is_user_file
+from meshbook.errors import CellError, RankLost
 from meshbook.kernel import transform
 from meshbook.kernel.cells import CellRunner
 from meshbook.kernel.front_end import FrontEnd, JupyterFrontEnd, TerminalFrontEnd
@@ -61,7 +66,8 @@ class Notebook:
         self._hook.install()
         shell.events.register("pre_run_cell", self._pre_run_cell)
         shell.events.register("post_run_cell", self._post_run_cell)
-        shell.set_custom_exc((NameError, MeshbookError), self._show_error)  # type: ignore[no-untyped-call]
+        self._get_exc_info: Callable[[Any], Any] = shell._get_exc_info
+        shell._get_exc_info = self._exc_info_for_user  # type: ignore[method-assign]  # of `%%time` and `%tb` too
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> Notebook:
@@ -142,22 +148,38 @@ class Notebook:
             f'mesh["{name}"] is the ranks\'; after `del {name}` in a %%controller cell it is theirs here too'
         )
 
-    def _show_error(
-        self,
-        shell: InteractiveShell,
-        kind: type[BaseException],
-        error: BaseException,
-        tb: Any,
-        tb_offset: int | None = None,
-    ) -> None:
-        """Show an error of Meshbook's without its own frames; add a note to a NameError whose name ranks have."""
-        name = getattr(error, "name", None)
-        if isinstance(error, MeshbookError):
-            strip_meshbook_frames(error)
-            tb = error.__traceback__
-        elif self.mesh is not None and name in PRESET_MODULES:
-            error.add_note(
+    def _exc_info_for_user(self, exc_tuple: Any = None) -> Any:
+        """Return the exception that the shell shows: without Meshbook's frames, a NameError with its advice."""
+        kind, error, tb = self._get_exc_info(exc_tuple)
+        strip_meshbook_frames(error)
+        if isinstance(error, CellError | RankLost) and tb is not error.__traceback__ and not _is_from_kernel(tb):
+            lines, of_ranks = _lines_of_user(error), error._render_traceback_()
+            error._render_traceback_ = lambda: [*lines, *of_ranks]  # type: ignore[method-assign]
+        sys.last_traceback = error.__traceback__
+        note = self._advice_for(error.name) if isinstance(error, NameError) and error.name else ""
+        if note and note not in getattr(error, "__notes__", ()):  # `%tb` shows it again
+            error.add_note(note)
+        return kind, error, error.__traceback__
+
+    def _advice_for(self, name: str) -> str:
+        """Return where a name is that is not defined in this process; "" if it is not on the ranks either."""
+        if self.mesh is not None and name in PRESET_MODULES:
+            return (
                 f"`{name}` is there on the ranks. Import it to use it in this process, or leave out %%controller to "
                 "run the cell on the ranks."
             )
-        shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
+        meshes = self.meshes.values()
+        others = [mesh.name for mesh in meshes if mesh is not self.mesh and name in mesh.session.info.names]
+        return f"`{name}` is a name on the ranks of {others[0]}: %mesh use {others[0]}" if others else ""
+
+
+def _is_from_kernel(tb: TracebackType | None) -> bool:
+    """Whether a cell for the ranks or a magic has raised an exception."""
+    frames = (frame for frame, _ in traceback.walk_tb(tb))
+    return any(str(frame.f_globals.get("__name__")).startswith("meshbook.kernel.") for frame in frames)
+
+
+def _lines_of_user(error: BaseException) -> list[str]:
+    """Return the user's lines in this process that have led to an exception, outermost first."""
+    found = [entry for entry in traceback.extract_tb(error.__traceback__) if is_user_file(entry.filename)]
+    return with_source("".join(traceback.format_list(found))).split("\n")

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 import msgspec
 import torch
 
+from meshbook.actors.runtime.faults import with_source
 from meshbook.wire import messages
 
 _MAX_USER_FRAMES = 3
@@ -94,7 +95,7 @@ def format_call_site(call_site: CallSite) -> str:
         line = _line_number(code, instruction)
         text = linecache.getline(code.co_filename, line).strip()
         shown.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}')
-    return "\n".join(shown)
+    return with_source("\n".join(shown))
 
 
 def encode_call_sites(call_sites: Iterable[CallSite]) -> bytes:

@@ -5,10 +5,12 @@ Decides and does not act: reports of batches in, faults and errors out. `fault_g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshbook.diagnose.source_files import is_user_file
 from meshbook.errors import Failure, OperationFailed, RankLost
 from meshbook.ids import name_ranks
 from meshbook.mesh_axes import MeshAxes
@@ -17,6 +19,8 @@ from meshbook.wire import messages
 
 # The error by which a rank reports what it, a new process, does not have.
 MISSING = "PartLost"
+_FILE = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
+_DEFECTS = ("AssertionError", "AttributeError", "KeyError", "NameError")
 # Faults whose call sites are stored.
 _MAX_FAULTS = 1000
 
@@ -233,7 +237,9 @@ def _operation_failed(fault: Fault, others: Sequence[Fault]) -> OperationFailed:
     failure = Failure(tuple(sorted(fault.ranks)), fault.ename, fault.evalue, tuple(fault.trace.rstrip().splitlines()))
     lines = format_call_site(fault.call_site)
     issued = f"\nissued here:\n{lines}" if lines else ""
-    trace = f"\non {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}" if fault.trace else ""
+    # Frames of libraries say no more than the error does; those of a user's module do, and Meshbook's of its defects.
+    is_shown = fault.ename in _DEFECTS or any(map(is_user_file, _FILE.findall(fault.trace)))
+    trace = f"\non {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}" if is_shown else ""
     more = "".join(
         f"\nand {name_ranks(sorted(other.ranks))}: {other.ename}: {other.evalue}\n"
         f"{format_call_site(other.call_site[:1])}"

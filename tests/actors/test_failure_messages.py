@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from meshbook.actors.runtime import faults
-from meshbook.wire import messages
+from meshbook.errors import TransferError
+from meshbook.wire import messages, pickling
 
 
 class NoStr(Exception):
@@ -75,3 +77,21 @@ def test_an_exception_keeps_the_frames_of_whoever_holds_it() -> None:
     error = NoStr()
     _error_of_call(error)
     assert error.__traceback__ is not None
+
+
+@pytest.mark.parametrize(("file", "is_shown"), [(__file__, True), (pickling.__file__, False)])
+def test_an_error_of_meshbooks_has_a_traceback_if_user_code_has_led_to_it(file: str, is_shown: bool) -> None:
+    refusal = TransferError("the value needs module `m`")
+    with pytest.raises(TransferError) as caught:
+        exec(compile("raise refusal", file, "exec"), {"refusal": refusal})
+    refusal.__traceback__ = caught.tb.tb_next  # without this test's own frame
+    assert ("the value" in faults.describe_exception(refusal, call=1).traceback) is is_shown
+
+
+def test_a_frame_of_a_function_from_here_that_ipython_has_drawn_elsewhere_gets_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "cell.py"
+    file.write_text("def f(x):\n    return x / 0\n")
+    drawn = f"File \x1b[32m{file}:2\x1b[39m, in \x1b[36mf\x1b[39m(x)\n      1 '{faults._NO_SOURCE}'\n"
+    assert faults.with_source(drawn) == f'File "{file}", line 2, in f(x)\n----> 2     return x / 0\n'
+    unknown = drawn.replace("cell.py", "other.py")
+    assert faults.with_source(unknown) == unknown

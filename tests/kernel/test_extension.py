@@ -61,6 +61,13 @@ def test_a_handle_works_in_local_code(front: FrontEnd) -> None:
     assert front.run("int(box.side) + 1").result == "4"
 
 
+def test_an_error_of_an_operation_on_remote_tensors_shows_the_users_line(front: FrontEnd) -> None:
+    front.run("%%mesh\nimport torch\nxt_w = torch.ones(4, 3)")
+    shown = front.run("import torch\nxt_w @ torch.ones(5, 5)").traceback
+    assert "----> 2 xt_w @ torch.ones(5, 5)" in shown
+    assert "meshbook/" not in shown
+
+
 def test_loading_twice_does_no_harm(front: FrontEnd) -> None:
     front.run("%load_ext meshbook")
     assert front.run("%reload_ext meshbook").status == "ok"

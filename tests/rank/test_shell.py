@@ -312,6 +312,20 @@ def test_an_instruction_without_a_line_fails_where_its_function_begins(rank: Ran
     assert [(frame.line, frame.function) for frame in error.frames] == [(4, "<module>"), (1, "fails")]
 
 
+@pytest.mark.parametrize(
+    ("line", "is_shown"),
+    [("None.nothing", True), ("{}['k']", True), ("assert False", True), ("raise AttributeError('x')", False),
+     ("raise KeyError('x')", False), ("int('x')", False)],
+)  # fmt: skip
+def test_frames_of_meshbook_are_shown_of_its_own_defects_only(rank: Rank, line: str, is_shown: bool) -> None:
+    file = os.path.join(os.path.dirname(tracebacks.__file__), "odd.py")
+    source = compile(f"def odd():\n    {line}\n", file, "exec")
+    rank.ok("")
+    rank.shell.user_ns["source"] = source
+    error = rank.error("exec(source)\nodd()")
+    assert [frame.function for frame in error.frames] == ["<module>", *(["odd"] if is_shown else [])]
+
+
 def test_frames_of_libraries_are_shown(rank: Rank) -> None:
     error = rank.error("import json\njson.loads('{')")
     assert error.frames[0].function == "<module>"

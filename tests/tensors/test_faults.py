@@ -105,3 +105,18 @@ def test_a_fault_has_the_call_site_of_its_operation() -> None:
     sites = [((code, number),) for number in range(3)]
     assert table.register(report(11), (0,), first_op=10, call_sites=sites).call_site == sites[1]
     assert table.register(report(13), (0,), first_op=10, call_sites=sites).call_site == ()
+
+
+def test_a_traceback_of_a_rank_is_told_if_it_has_lines_of_the_user_or_is_a_defect() -> None:
+    torchs = (
+        'Traceback (most recent call last):\n  File "/v/site-packages/torch/_ops.py", line 875, in __call__\n    x()\n'
+    )
+    users = f'{torchs}  File "/home/me/net.py", line 3, in forward\n    y()\n'
+
+    def shown(**changes: Any) -> str:
+        table = FaultTable(ranks=(0,))
+        return str(table.error_from(table.register(report(1, **changes), (0,))))
+
+    assert "_ops.py" not in shown(trace=torchs)
+    assert "net.py" in shown(trace=users)
+    assert "_ops.py" in shown(trace=torchs, ename="AssertionError")

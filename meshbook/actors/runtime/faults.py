@@ -6,6 +6,7 @@ import functools
 import linecache
 import re
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import msgspec
 
 from meshbook.clock import monotonic
-from meshbook.errors import MeshbookError, message_of, traceback_of
+from meshbook.diagnose.source_files import is_user_file
+from meshbook.errors import MeshbookError, ProtocolError, message_of, traceback_of
 from meshbook.ids import name_ranks
 from meshbook.wire import messages, pickling
 
@@ -141,13 +143,21 @@ class MeshFailure:
 
 _MAX_PICKLED_BYTES = 64 << 10
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
+# A frame as IPython shows it, and what it shows in place of a line that it cannot find.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_IPYTHON_FRAME = re.compile(r"File (\S.*?):(\d+)(?=,|$)")
+_NO_SOURCE = "Could not get source, probably due dynamically evaluated source code."
 
 
 def describe_exception(
     error: BaseException, *, call: int, kind: str = "raised", rank: int | None = None
 ) -> messages.ActorFailure:
-    """Encode an exception as a message, without its outermost frame, which is Meshbook's own."""
-    text = traceback_of(error, skip=1)
+    """Encode an exception as a message, without its outermost frame, which is Meshbook's own.
+
+    An error of Meshbook's that no user code has led to has no traceback: its message says it all.
+    """
+    is_explained = isinstance(error, MeshbookError) and not isinstance(error, ProtocolError)
+    text = "" if is_explained and not _has_user_frames(error) else traceback_of(error, skip=1)
     try:
         payload = pickling.dump_small(error, _MAX_PICKLED_BYTES)
     except KeyboardInterrupt:
@@ -156,6 +166,14 @@ def describe_exception(
         payload = None
     pickled = None if payload is None else payload.pickled
     return messages.ActorFailure(call, kind, type(error).__name__, message_of(error), text, pickled, rank)
+
+
+def _has_user_frames(error: BaseException | None) -> bool:
+    """Whether user code has raised an exception, or its cause."""
+    if error is None:
+        return False
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(map(is_user_file, files)) or _has_user_frames(error.__cause__)
 
 
 def summary_of(failure: messages.ActorFailure) -> str:
@@ -231,10 +249,18 @@ def _module(trace: types.TracebackType) -> str:
 
 
 def with_source(text: str) -> str:
-    """Complete a remote traceback with source lines and numbers of notebook cells, which only this process knows."""
-    lines = text.splitlines()
-    shown = []
+    """Complete a remote traceback with source lines and numbers of notebook cells, which only this process knows.
+
+    It may be IPython's or Python's own.
+    """
+    lines = text.split("\n")  # keeps the empty one at its end
+    shown: list[str] = []
     for number, line in enumerate(lines):
+        if _NO_SOURCE in line and shown and (found := _IPYTHON_FRAME.match(head := _COLOUR.sub("", shown[-1]))):
+            source = linecache.getline(found[1], int(found[2])).rstrip()
+            if source:
+                shown[-1] = f"{_format_location(found[1])}, line {found[2]}{head[found.end() :]}"
+                line = f"----> {found[2]} {source}"
         frame, below = _FRAME.match(line), "".join(lines[number + 1 : number + 2])
         shown.append(line if frame is None else f"  {_format_location(frame[1])}, line {frame[2]}{line[frame.end() :]}")
         if frame and not below.startswith("    ") and (source := linecache.getline(frame[1], int(frame[2])).strip()):

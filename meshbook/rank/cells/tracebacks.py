@@ -10,7 +10,9 @@ import asyncio
 import bdb
 import cmd
 import contextlib
+import dis
 import io
+import itertools
 import os
 import pdb
 import pickle
@@ -68,6 +70,10 @@ _USER_FACING_FILES: Final = tuple(
         "interrupt.py",
     )
 )
+
+# What Meshbook's code raises by a mistake of its own, unless by a `raise`: for a name that the user has misspelt.
+_DEFECTS: Final = (AssertionError, AttributeError, KeyError, NameError)
+_RAISE: Final = dis.opmap["RAISE_VARARGS"]
 
 
 class Renderer(Protocol):
@@ -208,9 +214,11 @@ def _select_frames(entries: list[TracebackType], *, interrupted: bool) -> list[T
 def _without_meshbook_frames(error: BaseException) -> TracebackType | None:
     tb = error.__traceback__
     entries = list(_iter_traceback(tb))
-    remaining = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MESHBOOK_FOLDER)]
+    remaining = [entry for entry in entries if not _is_meshbooks(entry)]
     if len(remaining) == len(entries):
         return tb
+    if _is_defect(error, entries[-1]):
+        remaining = list(itertools.dropwhile(_is_meshbooks, entries))
     while remaining and remaining[0].tb_frame.f_code.co_filename.startswith(_ASYNCIO_FOLDER):
         del remaining[0]  # the event loop in which an `await` of the cell ran
     while remaining and remaining[-1].tb_frame.f_code.co_filename in _DEBUGGER_FILES:
@@ -221,6 +229,19 @@ def _without_meshbook_frames(error: BaseException) -> TracebackType | None:
     if not remaining and not is_users and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
         return tb
     return _rebuild_traceback(remaining)
+
+
+def _is_meshbooks(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_MESHBOOK_FOLDER)
+
+
+def _is_defect(error: BaseException, innermost: TracebackType) -> bool:
+    """Whether Meshbook's own code, whose frames explain it, has raised an exception, and not on purpose."""
+    code = innermost.tb_frame.f_code
+    if not isinstance(error, _DEFECTS) or isinstance(error, MeshbookError) or not _is_meshbooks(innermost):
+        return False
+    is_raised = code.co_code[innermost.tb_lasti] == _RAISE and not isinstance(error, AssertionError)
+    return not is_raised and code.co_filename not in _USER_FACING_FILES
 
 
 def _has_exception_group(error: BaseException | None) -> bool:
