@@ -341,9 +341,7 @@ class SupervisorConnection:
                     break
         self.ended_unexpectedly = self.stop_reason is None
         reason = self.stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
-        self.pending.fail_all(
-            f"the mesh {self.connection_info.name!r} is gone: {reason}. Start one with %mesh start -n 4"
-        )
+        self.pending.fail_all(f"the mesh {self.connection_info.name!r} is gone: {reason}. Start one: %mesh start -n 4")
         with contextlib.suppress(errors.StartError, OSError):
             keys.remove_stale_mesh(self.connection_info)
         self._notify(self.listeners.mesh_stopped, reason)
