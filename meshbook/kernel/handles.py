@@ -118,6 +118,10 @@ class HandleNamespace:
                 self._namespace[name] = tensor
                 self._promoted[name] = tensor, bound
 
+    def is_on_ranks(self, session: Session, name: str) -> bool:
+        """Whether a mesh that is or was current has this name, as far as is known here."""
+        return name in self._ranks_by_name.get(session, {})
+
     def is_user_bound(self, name: str) -> bool:
         """Whether the user bound this name to an object of this process."""
         if name not in self._namespace or self.get_handle(name) is not None:

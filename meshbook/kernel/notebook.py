@@ -168,9 +168,9 @@ class Notebook:
                 f"`{name}` is there on the ranks. Import it to use it in this process, or leave out %%controller to "
                 "run the cell on the ranks."
             )
-        meshes = self.meshes.values()
-        others = [mesh.name for mesh in meshes if mesh is not self.mesh and name in mesh.session.info.names]
-        return f"`{name}` is a name on the ranks of {others[0]}: %mesh use {others[0]}" if others else ""
+        others = [mesh for mesh in self.meshes.values() if mesh is not self.mesh]
+        having = [mesh.name for mesh in others if self._handles.is_on_ranks(mesh.session, name)]
+        return f"`{name}` is a name on the ranks of {having[0]}: %mesh use {having[0]}" if having else ""
 
 
 def _is_from_kernel(tb: TracebackType | None) -> bool:
