@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import pytest
@@ -39,3 +40,13 @@ def test_a_point_and_an_extent_say_where_as_in_monarch() -> None:
     assert str(point) == repr(point) == "{'hosts': 1/2, 'gpus': 1/4}"
     assert str(extent) == repr(extent) == "{hosts: 2, gpus: 4}"
     assert str(Point(0, Extent([], []))) == "{}"
+
+
+def test_a_forgotten_get_is_named_where_the_future_is_used_as_its_value() -> None:
+    future = actor.Future.of([1], "trainers.step")
+    with pytest.raises(AttributeError, match=r"the Future of trainers.step has no 'mean'; get\(\) waits for its value"):
+        _ = future.mean
+    with pytest.raises(TypeError, match=r"the Future of trainers.step is no list; get\(\) waits"):
+        list(future)
+    assert copy.copy(future).get() == [1]
+    assert not hasattr(future, "__array__")

@@ -16,7 +16,7 @@ from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from meshbook.clock import monotonic
 from meshbook.errors import MeshTimeout
@@ -97,6 +97,18 @@ class Future(Generic[R]):
         future = cls(label)
         future.resolve(lambda: value)
         return future
+
+    # A forgotten `get()`.
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or name in self.__slots__:
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the Future of {self.label} has no {name!r}; get() waits for its value, which may have it"
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(f"the Future of {self.label} is no list; get() waits for its value, which may be one")
 
     # ---- resolving
 
