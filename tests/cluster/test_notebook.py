@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.controller.starting import create_mesh
+from tests.budget import WAIT_S
 from tests.cluster.bed import Bed
 from tests.cluster.ray_bed import RAY_TIMEOUT_S
 from tests.kernel.frontend import kernel
@@ -39,7 +40,10 @@ def run_quickstart(start: str) -> Cells:
     cells = [cell for cell in json.loads(QUICKSTART.read_text())["cells"] if cell["cell_type"] == "code"]
     sources = ["".join(cell["source"]) for cell in cells]
     with kernel() as front:
-        shown = [front.run(start if source.startswith("%mesh start") else source) for source in sources]
+        sources = [start if source.startswith("%mesh start") else source for source in sources]
+        shown = [
+            front.run(source, timeout_s=3 * WAIT_S) for source in sources
+        ]  # training beside Ray's daemons
     return [
         # sorted, for a rank that lags prints on a line of its own; a Stop comes to ranks at a step of its own
         (cell.status, cell.result, [] if "raise_signal" in source else sorted(re.findall(r"\d+\.\d+", cell.stdout)))
