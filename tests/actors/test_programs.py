@@ -135,9 +135,7 @@ def test_the_table_of_names_tells_the_truth() -> None:
 
 
 def test_a_name_that_is_not_here_says_what_to_use() -> None:
-    with pytest.raises(
-        ImportError, match=r"has no attach_to_workers: hosts are started by .*mesh.spawn"
-    ):
+    with pytest.raises(ImportError, match=r"has no attach_to_workers: hosts are started by .*mesh.spawn"):
         from meshbook.actor import attach_to_workers  # noqa: F401
     with pytest.raises(AttributeError, match="no attribute 'acotr'"):
         actor.acotr  # noqa: B018  (asking is the test)

@@ -41,9 +41,7 @@ def run_quickstart(start: str) -> Cells:
     sources = ["".join(cell["source"]) for cell in cells]
     with kernel() as front:
         sources = [start if source.startswith("%mesh start") else source for source in sources]
-        shown = [
-            front.run(source, timeout_s=3 * WAIT_S) for source in sources
-        ]  # training beside Ray's daemons
+        shown = [front.run(source, timeout_s=3 * WAIT_S) for source in sources]  # training beside Ray's daemons
     return [
         # sorted, for a rank that lags prints on a line of its own; a Stop comes to ranks at a step of its own
         (cell.status, cell.result, [] if "raise_signal" in source else sorted(re.findall(r"\d+\.\d+", cell.stdout)))
