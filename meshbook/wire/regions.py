@@ -323,8 +323,6 @@ class _OwnerProcess:
         self._files: dict[str, _SharedFile] = {}  # by name; the most recently used is last
         self._num_drops = 0
         self._pidfd = pidfd
-        self._poll = select.poll()
-        self._poll.register(pidfd, select.POLLIN)
         self._is_dead = False
 
     @classmethod
@@ -342,7 +340,10 @@ class _OwnerProcess:
             raise
 
     def is_dead(self) -> bool:
-        self._is_dead = self._is_dead or bool(self._poll.poll(0))
+        if not self._is_dead:
+            poll = select.poll()  # one for each look: several threads may look at once
+            poll.register(self._pidfd, select.POLLIN)
+            self._is_dead = bool(poll.poll(0))
         return self._is_dead
 
     def check_region(self, region: Region) -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,13 @@ def test_a_large_copy_leaves_the_event_loop_free(owner: OtherProcess, monkeypatc
         return dst
 
     assert asyncio.run(both()).sum() == 1 << 24
+
+
+def test_copies_on_many_threads_at_once_disturb_each_other_in_nothing(owner: OtherProcess) -> None:
+    buffer = owner.evaluate("t = torch.arange(6.); buffer = Buffer(t); buffer")
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: read(buffer).tolist(), range(4000)))
+    assert found == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 4000
 
 
 def test_a_buffer_can_be_made_again_and_again_without_moving_anything(owner: OtherProcess) -> None:
