@@ -14,6 +14,7 @@ The memory belongs to the owner: a buffer of it can be read until `drop`, and as
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.actors.memory import cuda, elsewhere
 from meshbook.actors.memory.local import Layout, LocalMemory, bytes_at, check_tensor
 from meshbook.actors.memory.sharing import publish_shared, published, reader
+from meshbook.actors.runtime.faults import SupervisionError
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.transport import has_local_transport, local_transport
 from meshbook.errors import TransferError
@@ -193,8 +195,8 @@ class Buffer:
         after = cuda.enqueued_for(memory)  # by this thread, which may not be the one that copies
         if self._is_elsewhere:
             return _start_copy(lambda: self._copy_elsewhere(memory, after, reading=reading, timeout_s=timeout_s))
-        nbytes = memory.nbytes
-        return _start_copy(lambda: self._copy(memory, after, reading=reading), inline=nbytes <= INLINE_BYTES)
+        inline = memory.nbytes <= INLINE_BYTES
+        return _start_copy(lambda: self._copy(memory, after, reading=reading), inline=inline)
 
     def _copy(self, memory: LocalMemory, after: Any, *, reading: bool) -> None:
         if not isinstance(self._region, Region):
@@ -240,8 +242,12 @@ class Buffer:
 
     def _drop_elsewhere(self) -> Future[None]:
         owner, region, layout = self._known_owner(), self._region, self._layout
-        start = lambda process, at, nbytes: process._run(_drop, region, layout)  # noqa: E731
-        return _start_copy(lambda: elsewhere.copy_in_parts(owner, 1, start, lambda at, answer: None, _DROP_TIMEOUT_S))
+
+        def drop() -> None:
+            with contextlib.suppress(SupervisionError):  # with its owner the memory is gone
+                elsewhere.process_at(owner)._run(_drop, region, layout).get(_DROP_TIMEOUT_S)
+
+        return _start_copy(drop)
 
     def _known_owner(self) -> NodeAddress:
         if self._owner is None:

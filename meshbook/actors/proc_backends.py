@@ -31,7 +31,7 @@ from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.wire import messages
-from meshbook.wire.messages import NodeAddress
+from meshbook.wire.messages import NodeAddress, RankInfo
 
 if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
@@ -174,10 +174,10 @@ class RankProcBackend(ProcBackend):
                 self.ready.resolve(lambda: True)
         return self._procs_ref
 
-    def living_nodes(self) -> dict[str, int]:
-        """Return the rank of each process that has not ended, as far as this program knows."""
-        ranks = ((info.rank, info.pid or 0) for info in self._session.info.ranks if info.exit is None)
-        return {self._nodes[one]: one[0] for one in ranks if one in self._nodes}
+    def present_nodes(self) -> dict[str, RankInfo]:
+        """Return each rank's present process, which may have ended."""
+        infos = {(info.rank, info.pid or 0): info for info in self._session.info.ranks}
+        return {self._nodes[one]: info for one, info in infos.items() if one in self._nodes}
 
     def _record_exits(self, exited: tuple[messages.RankExited, ...]) -> None:
         for one in exited:
@@ -258,7 +258,8 @@ def query_addresses(session: Session, axes: MeshAxes) -> tuple[NodeAddress, ...]
 
 def _record_mesh_end(ended: weakref.ref[RankProcBackend], reason: str) -> None:
     if (backend := ended()) is not None:
-        local_transport().exit_reasons.record_mesh_end(backend.living_nodes(), reason)
+        living = [node for node, info in backend.present_nodes().items() if info.exit is None]
+        local_transport().exit_reasons.record_mesh_end(living, reason)
 
 
 def ask_exit(node: str, then: Callable[[], None]) -> bool:
@@ -269,8 +270,8 @@ def ask_exit(node: str, then: Callable[[], None]) -> bool:
     """
     for session in list(known_sessions):
         backend = session.extras.get("actors")
-        rank = backend.living_nodes().get(node) if isinstance(backend, RankProcBackend) else None
-        if rank is not None:
+        found = backend.present_nodes().get(node) if isinstance(backend, RankProcBackend) else None
+        if found is not None:
             break
     else:  # it was replaced, which was recorded
         return False
@@ -282,7 +283,7 @@ def ask_exit(node: str, then: Callable[[], None]) -> bool:
             then()
 
     try:
-        connection.request(messages.CheckExits(connection.next_call_id(), (rank,))).add_done_callback(answered)
+        connection.request(messages.CheckExits(connection.next_call_id(), (found.rank,))).add_done_callback(answered)
     except MeshbookError:
         then()
     return True

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from meshbook.actors.runtime.direct_links import DirectLinks
-from meshbook.actors.runtime.relayed_peer import Relay
+from meshbook.actors.runtime.relayed_peer import Carrier
 from meshbook.wire.messages import NodeAddress, RelayedBytes
 from tests.budget import WAIT_S, when
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("starts_processes")
 
 class End:
     def __init__(self, node: str) -> None:
-        self.received: Queue[tuple[Relay, RelayedBytes]] = Queue()
+        self.received: Queue[tuple[Carrier, RelayedBytes]] = Queue()
         self.links = DirectLinks("127.0.0.1", node, f"key of {node}", lambda *piece: self.received.put(piece))
         self.address = NodeAddress(node, f"key of {node}", 1, "", self.links.endpoint, self.links.server_key)
 

@@ -30,9 +30,6 @@ class Wire:
         self.here = RelayedPeer(self, "here", "there", "s", THERE, reactor)
         self.there = RelayedPeer(self, "there", "here", "s", HERE, reactor)
 
-    def reaches(self, node: str) -> bool:
-        return True
-
     def close(self) -> None:
         pass
 

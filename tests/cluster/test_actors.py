@@ -171,7 +171,7 @@ def test_actors_of_one_machine_call_those_of_the_other(mesh: Mesh, workers: Acto
 
 WAYS = """
 from meshbook.actors.runtime.transport import local_transport
-sorted({type(peer.relay).__name__ for peer in local_transport().machines._streams.values() if peer.node in nodes})
+sorted({type(peer.carrier).__name__ for peer in local_transport().machines._streams.values() if peer.node in nodes})
 """
 
 
@@ -372,6 +372,7 @@ def test_reading_a_buffer_of_a_process_that_ends_meanwhile_is_an_error(unhandled
         failures = [_failure_of(lambda copy=copy: copy.get(WAIT_S)) for copy in copies]
         assert any(failures)  # the first may have been quick enough
         assert all(failure is None or "cannot be copied" in failure for failure in failures)
+        buffer.drop().get(WAIT_S)  # there is nothing left to drop
 
 
 def _failure_of(action: Callable[[], object]) -> str | None:

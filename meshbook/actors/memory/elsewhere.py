@@ -20,6 +20,12 @@ _MAX_OPEN_PARTS = 4
 StartPart = Callable[["ActorMesh[Any]", int, int], Future[Any]]
 
 
+def process_at(owner: NodeAddress) -> ActorMesh[Any]:
+    """Return a process as if it was an actor, for functions that its threads run."""
+    ref = ActorRef.of_processes(f"process {owner.pid}", (owner,))
+    return ActorMesh(ref, ref.axes)
+
+
 def copy_in_parts(
     owner: NodeAddress, nbytes: int, start: StartPart, on_part: Callable[[int, Any], None], timeout_s: float
 ) -> None:
@@ -32,8 +38,7 @@ def copy_in_parts(
     Raises:
         TransferError: the owner cannot read or write it, has ended, or does not answer.
     """
-    ref = ActorRef.of_processes(f"process {owner.pid}", (owner,))
-    process: ActorMesh[Any] = ActorMesh(ref, ref.axes)
+    process = process_at(owner)
     parts: deque[tuple[int, Future[Any]]] = deque()
 
     def finish_first() -> None:

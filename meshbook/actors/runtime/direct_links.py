@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from meshbook.actors.runtime.relayed_peer import Relay
+from meshbook.actors.runtime.relayed_peer import Carrier
 from meshbook.errors import MeshbookError, NotAttached, ProtocolError
 from meshbook.wire import codec, keys
 from meshbook.wire.linked_sockets import LinkedDealer, LinkedRouter
@@ -29,7 +29,7 @@ from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.actors")
 
-OnPiece = Callable[[Relay, RelayedBytes], None]
+OnPiece = Callable[[Carrier, RelayedBytes], None]
 
 _TRY_TIMEOUT_S: Final = 1.0  # for a first connection to a machine; then the mesh's supervisor relays
 _LINGER_MS: Final = 500
@@ -83,7 +83,7 @@ class DirectLinks:
         self._thread = threading.Thread(target=self.loop.run, name="meshbook-links", daemon=True)
         self._thread.start()
 
-    def dial(self, address: NodeAddress) -> Relay | None:
+    def dial(self, address: NodeAddress) -> Carrier | None:
         """Return a connection to a process; None: its machine cannot be reached. Blocks, for a second at most."""
         if not address.endpoint:
             return None
@@ -136,7 +136,7 @@ class DirectLinks:
         if (link := self._accepted.get(identity)) is not None:
             self.receive(link, link.node, body)
 
-    def receive(self, link: Relay, node: str, body: bytes) -> None:
+    def receive(self, link: Carrier, node: str, body: bytes) -> None:
         piece = _decode_piece(body)
         if piece.source != node:
             raise ProtocolError(f"process {node} speaks for {piece.source}")
@@ -150,9 +150,6 @@ class _AcceptedLink:
 
     def __init__(self, links: DirectLinks, identity: bytes, node: str) -> None:
         self._links, self._identity, self.node = links, identity, node
-
-    def reaches(self, node: str) -> bool:
-        return node == self.node
 
     def send(self, piece: RelayedBytes) -> None:
         body = _encode(piece)
@@ -172,9 +169,6 @@ class _DialedLink:
         self._dealer: LinkedDealer | None = None
         self._is_closed = False
         links.submit(self._open)
-
-    def reaches(self, node: str) -> bool:
-        return node == self._address.node
 
     def send(self, piece: RelayedBytes) -> None:
         if self._is_closed:

@@ -17,7 +17,7 @@ from meshbook.actors.runtime.direct_links import DirectLinks
 from meshbook.actors.runtime.exit_reasons import ExitReasons
 from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.reactor import Reactor
-from meshbook.actors.runtime.relayed_peer import Relay, RelayedPeer
+from meshbook.actors.runtime.relayed_peer import Carrier, MeshCarrier, RelayedPeer
 from meshbook.errors import MeshbookError, StartError
 from meshbook.wire.messages import NodeAddress, RelayedBytes
 
@@ -46,15 +46,15 @@ class OtherMachines:
 
     def __init__(self, transport: Connections) -> None:
         self._transport = transport
-        self._meshes: list[Relay] = []
+        self._meshes: list[MeshCarrier] = []
         self._links: DirectLinks | None = None
         self._streams: dict[str, RelayedPeer] = {}  # the connections, by name
 
-    def add_mesh(self, mesh: Relay) -> None:
+    def add_mesh(self, mesh: MeshCarrier) -> None:
         """Reach processes by way of a mesh. Any thread."""
         self._meshes.append(mesh)
 
-    def remove_mesh(self, mesh: Relay, reason: str) -> None:
+    def remove_mesh(self, mesh: MeshCarrier, reason: str) -> None:
         """Lose what is reached by way of a mesh, which has ended or was left. Any thread.
 
         Args:
@@ -62,7 +62,7 @@ class OtherMachines:
         """
         if mesh in self._meshes:
             self._meshes.remove(mesh)
-        self._transport.reactor.call_soon(lambda: self._end_streams(lambda peer: peer.relay is mesh, reason))
+        self._transport.reactor.call_soon(lambda: self._end_streams(lambda peer: peer.carrier is mesh, reason))
 
     def listen_on(self, host: str) -> None:
         """Have others connect to this process, at this address of its machine. Before others know its address."""
@@ -96,22 +96,23 @@ class OtherMachines:
             try:
                 mesh.send(RelayedBytes(own.node, address.node, ""))  # which says, then, when that process has ended
             except MeshbookError as error:
+                link.close()
                 raise PeerLost(str(error)) from error
         stream = f"{own.node}.{secrets.token_hex(4)}"
         peer = RelayedPeer(link or mesh, own.node, address.node, stream, address, self._transport.reactor)
         self._streams[stream] = peer
         return peer
 
-    def piece_received(self, relay: Relay, piece: RelayedBytes) -> None:
+    def piece_received(self, carrier: Carrier, piece: RelayedBytes) -> None:
         """Take a piece that has come for this process. Any thread, in the order in which they came."""
-        self._transport.reactor.call_soon(lambda: self._handle_piece(relay, piece))
+        self._transport.reactor.call_soon(lambda: self._handle_piece(carrier, piece))
 
     def forget(self, peer: Any) -> None:
-        """A connection has ended. Reader thread only."""
+        """A connection has ended, or could not be used. Any thread."""
         if isinstance(peer, RelayedPeer):
             self._streams.pop(peer.stream, None)
 
-    def _handle_piece(self, relay: Relay, piece: RelayedBytes) -> None:
+    def _handle_piece(self, carrier: Carrier, piece: RelayedBytes) -> None:
         if piece.ended is not None:
             self._handle_end(piece.source, piece.stream, piece.ended)
             return
@@ -120,7 +121,7 @@ class OtherMachines:
         peer = self._streams.get(piece.stream)
         if peer is None or peer.node != piece.source:
             own = self._transport.address.node
-            peer = RelayedPeer(relay, own, piece.source, piece.stream, None, self._transport.reactor)
+            peer = RelayedPeer(carrier, own, piece.source, piece.stream, None, self._transport.reactor)
             self._streams[piece.stream] = peer
             self._transport.add_connection(peer)
         self._transport.handle_bodies(peer, lambda: peer.receive(piece))
@@ -128,7 +129,8 @@ class OtherMachines:
     def _handle_end(self, node: str, stream: str, reason: str) -> None:
         def end(may_lag: bool) -> None:
             self._end_streams(
-                lambda peer: peer.node == node and stream in ("", peer.stream) and peer.relay.may_lag <= may_lag, reason
+                lambda peer: peer.node == node and stream in ("", peer.stream) and peer.carrier.may_lag <= may_lag,
+                reason,
             )
 
         end(may_lag=bool(stream))

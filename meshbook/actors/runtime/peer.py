@@ -23,12 +23,8 @@ _LENGTH_BYTES = 4
 _READ_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20  # socket buffer: holds thousands of small calls before the sender has to queue them itself
 _MAX_GREETING_BYTES = 4096  # maximum frame size from a peer that has not shown the key yet
-MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
+_MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
 _peer_ids = itertools.count(1)
-
-
-def next_peer_id() -> int:
-    return next(_peer_ids)
 
 
 class PeerLost(Exception):
@@ -87,23 +83,58 @@ class FrameReader:
                 self._partial_frame = bytearray(view[at:])
 
 
-class Peer:
-    """The other end of a connection. `id` identifies it within this process and is never reused."""
+class Connection:
+    """What connections to processes of this machine and of others have in common.
 
-    is_local = True  # it can read shared memory of this process
+    Attributes:
+        id: identifies the other end within this process; never reused.
+        address: None: no PeerHello received yet.
+        lost_reason: None: it is open.
+        announced_exit: the reason, if the other end has announced its exit.
+    """
 
-    def __init__(self, socket: sockets.socket, address: NodeAddress | None, reactor: Reactor) -> None:
-        self.id = next_peer_id()
-        self.socket = socket
-        self.address = address  # None: no PeerHello received yet
+    def __init__(self, address: NodeAddress | None, reactor: Reactor) -> None:
+        self.id = next(_peer_ids)
+        self.address = address
         self.lost_reason: str | None = None
-        self.announced_exit: str | None = None  # the reason, if it has announced its exit
+        self.announced_exit: str | None = None
         self._reactor = reactor
         self._lock = threading.Lock()
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
         self._drained = threading.Condition(self._lock)
         self._frames = FrameReader(lambda: self.address is not None)
+
+    def close(self, reason: str) -> None:
+        """Close the connection. Threads blocked in `send` are woken."""
+        with self._lock:
+            if self.lost_reason is None:
+                self.lost_reason = reason
+            self._backlog.clear()
+            self._backlog_bytes = 0
+            self._drained.notify_all()
+
+    def _queue(self, data: memoryview) -> None:
+        """Add to the backlog. The caller holds the lock."""
+        self._backlog.append(data)
+        self._backlog_bytes += len(data)
+
+    def _wait_for_room(self) -> None:
+        """Wait until the backlog is not too long, unless on the thread that shortens it. The caller holds the lock."""
+        if self._backlog_bytes > _MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
+            self._drained.wait_for(
+                lambda: self._backlog_bytes < _MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
+            )
+
+
+class Peer(Connection):
+    """The other end of a connection to a process of this machine."""
+
+    is_local = True  # it can read shared memory of this process
+
+    def __init__(self, socket: sockets.socket, address: NodeAddress | None, reactor: Reactor) -> None:
+        super().__init__(address, reactor)
+        self.socket = socket
         socket.setblocking(False)
         for option in (sockets.SO_SNDBUF, sockets.SO_RCVBUF):
             with contextlib.suppress(OSError):
@@ -130,12 +161,8 @@ class Peer:
                     return
             if not self._backlog:
                 self._reactor.watch_writable(self.socket)
-            self._backlog.append(memoryview(data)[sent:])
-            self._backlog_bytes += len(data) - sent
-            if self._backlog_bytes > MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
-                self._drained.wait_for(
-                    lambda: self._backlog_bytes < MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
-                )
+            self._queue(memoryview(data)[sent:])
+            self._wait_for_room()
 
     def flush(self) -> bool:
         """Send the backlog; return whether it is empty. Reader thread only."""
@@ -172,15 +199,9 @@ class Peer:
         return self._frames.split(chunk)
 
     def close(self, reason: str) -> None:
-        """Close the connection. Threads blocked in `send` are woken."""
-        with self._lock:
-            if self.lost_reason is None:
-                self.lost_reason = reason
-            self._backlog.clear()
-            self._backlog_bytes = 0
-            self._drained.notify_all()
-            self._reactor.unregister(self.socket)
-            self.socket.close()
+        super().close(reason)
+        self._reactor.unregister(self.socket)
+        self.socket.close()
 
     def cut_off(self) -> None:
         """Have the other side know that nothing more of it is taken; closing the socket does."""
@@ -206,7 +227,7 @@ class Loopback:
     is_local = True
 
     def __init__(self, address: NodeAddress, deliver: Callable[[Any, memoryview], None]) -> None:
-        self.id = next_peer_id()
+        self.id = next(_peer_ids)
         self.address = address
         self.lost_reason: str | None = None
         self.announced_exit: str | None = None

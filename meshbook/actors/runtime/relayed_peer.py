@@ -7,12 +7,10 @@ processes (`direct_links`). No more is on its way than the receiver takes: it gi
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from meshbook.actors.runtime.peer import MAX_BACKLOG_BYTES, FrameReader, PeerLost, next_peer_id
+from meshbook.actors.runtime.peer import Connection, PeerLost
 from meshbook.actors.runtime.reactor import Reactor
 from meshbook.errors import MeshbookError
 from meshbook.wire.messages import NodeAddress, RelayedBytes
@@ -22,7 +20,7 @@ _WINDOW_BYTES = 8 << 20  # on the way at most, in each direction of a connection
 _CREDIT_BYTES = _WINDOW_BYTES // 4  # that were read before the sender hears of it
 
 
-class Relay(Protocol):
+class Carrier(Protocol):
     """Carries pieces: a mesh whose supervisor passes them on, or a connection to one process.
 
     Attributes:
@@ -31,9 +29,6 @@ class Relay(Protocol):
 
     may_lag: bool
 
-    def reaches(self, node: str) -> bool:
-        """Whether this process of another machine is known to be reached by it."""
-
     def send(self, piece: RelayedBytes) -> None:
         """Send a piece on its way. Any thread; does not block. Raises MeshbookError: this process has left the mesh."""
 
@@ -41,27 +36,26 @@ class Relay(Protocol):
         """The one peer that it carries pieces for is gone; a mesh carries those of many, and stays."""
 
 
-class RelayedPeer:
+class MeshCarrier(Carrier, Protocol):
+    """A mesh as a carrier."""
+
+    def reaches(self, node: str) -> bool:
+        """Whether this process of another machine is known to belong to the mesh."""
+
+
+class RelayedPeer(Connection):
     """The other end of a connection to another machine; used as a `Peer` is."""
 
     is_local = False
 
     def __init__(
-        self, relay: Relay, own_node: str, node: str, stream: str, address: NodeAddress | None, reactor: Reactor
+        self, carrier: Carrier, own_node: str, node: str, stream: str, address: NodeAddress | None, reactor: Reactor
     ) -> None:
-        self.id = next_peer_id()
-        self.relay, self.node, self.stream = relay, node, stream
-        self.address = address  # None: no PeerHello received yet
-        self.lost_reason: str | None = None
-        self.announced_exit: str | None = None
-        self._own_node, self._reactor = own_node, reactor
-        self._lock = threading.Lock()
-        self._backlog: deque[memoryview] = deque()
-        self._backlog_bytes = 0
-        self._drained = threading.Condition(self._lock)
+        super().__init__(address, reactor)
+        self.carrier, self.node, self.stream = carrier, node, stream
+        self._own_node = own_node
         self._credit = _WINDOW_BYTES
         self._num_bytes_read = 0  # that the other side has not heard of
-        self._frames = FrameReader(lambda: self.address is not None)
 
     def send(self, data: bytes) -> None:
         """Send a frame. Any thread; frames of one thread arrive in order.
@@ -72,13 +66,9 @@ class RelayedPeer:
         with self._lock:
             if self.lost_reason is not None:
                 raise PeerLost(self.lost_reason)
-            self._backlog.append(memoryview(data))
-            self._backlog_bytes += len(data)
+            self._queue(memoryview(data))
             self._send_backlog()
-            if self._backlog_bytes > MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
-                self._drained.wait_for(
-                    lambda: self._backlog_bytes < MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
-                )
+            self._wait_for_room()
 
     def receive(self, piece: RelayedBytes) -> Iterator[memoryview]:
         """Return the bodies of frames that are complete with a piece. Reader thread only.
@@ -98,19 +88,13 @@ class RelayedPeer:
         return self._frames.split(piece.data) if piece.data else iter(())
 
     def close(self, reason: str) -> None:
-        """Close the connection. Threads blocked in `send` are woken."""
-        with self._lock:
-            if self.lost_reason is None:
-                self.lost_reason = reason
-            self._backlog.clear()
-            self._backlog_bytes = 0
-            self._drained.notify_all()
-        self.relay.close()
+        super().close(reason)
+        self.carrier.close()
 
     def cut_off(self) -> None:
         """Have the other side know that nothing more of it is taken."""
         with contextlib.suppress(MeshbookError):
-            self.relay.send(RelayedBytes(self._own_node, self.node, self.stream, ended=""))
+            self.carrier.send(RelayedBytes(self._own_node, self.node, self.stream, ended=""))
 
     def drop_inherited(self, reason: str) -> None:
         """After a fork, in the child: the connection is the parent's."""
@@ -136,6 +120,6 @@ class RelayedPeer:
 
     def _send_piece(self, data: bytes, *, credit: int = 0) -> None:
         try:
-            self.relay.send(RelayedBytes(self._own_node, self.node, self.stream, data, credit))
+            self.carrier.send(RelayedBytes(self._own_node, self.node, self.stream, data, credit))
         except MeshbookError as error:
             raise PeerLost(str(error)) from error

@@ -120,6 +120,7 @@ class Transport:
             except PeerLost as error:
                 reason = f"its process (pid {address.pid}) has ended"
                 peer.close(reason)
+                self.machines.forget(peer)
                 raise PeerLost(reason) from error
             self.add_connection(peer)
             self._peers[address.node] = peer  # last: other threads may send from now on, after the PeerHello
