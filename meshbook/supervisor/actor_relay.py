@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient
 from meshbook.supervisor.rank_table import RankTable
@@ -29,6 +30,7 @@ class ActorRelay:
         self._ranks = ranks
         self._rank_of: dict[str, tuple[int, int]] = {}  # node -> rank, pid
         self._clients_of: dict[str, list[str]] = {}  # node -> clients: a process may have attached several times
+        self._why_ended: BoundedDict[str, str] = BoundedDict()  # node -> of those that were here
         self._partners: dict[str, set[str]] = {}  # node -> nodes that have sent to it, or got something of it
         self.command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.ActorsOpened: self._client_opened,
@@ -78,7 +80,8 @@ class ActorRelay:
     def _pass_on(self, piece: RelayedBytes) -> list[Effect]:
         effects = self._send(piece)
         if not effects:
-            return self._send(RelayedBytes(piece.target, piece.source, "", ended=_NOT_HERE))
+            ended = self._why_ended.get(piece.target, _NOT_HERE)
+            return self._send(RelayedBytes(piece.target, piece.source, "", ended=ended))
         if piece.target not in self._partners.get(piece.source, ()):
             self._partners.setdefault(piece.source, set()).add(piece.target)
             self._partners.setdefault(piece.target, set()).add(piece.source)
@@ -93,6 +96,7 @@ class ActorRelay:
         return []
 
     def _ended(self, node: str, why: str) -> list[Effect]:
+        self._why_ended[node] = why
         effects: list[Effect] = []
         for partner in sorted(self._partners.pop(node, ())):
             self._partners.get(partner, set()).discard(node)

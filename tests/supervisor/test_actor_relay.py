@@ -72,6 +72,12 @@ def test_those_that_have_spoken_with_a_rank_hear_once_how_it_has_ended(world: Wo
     assert pieces_to_clients(world.kill(3)) == []
 
 
+def test_who_speaks_to_a_rank_that_has_just_ended_hears_how_it_has(world: World) -> None:
+    world.kill(3)  # the first piece for it was on its way
+    ((_, end),) = pieces_to_clients(world.say(messages.RelayBytes(piece("me", "r3"))))
+    assert end.ended == "was killed by SIGKILL"
+
+
 def test_a_lost_host_ends_its_processes_with_its_own_words(world: World) -> None:
     world.say(messages.RelayBytes(piece("me", "r3")))
     heartbeat = messages.RankInfo(rank=3, state="idle", host="box", pid=9)
@@ -93,5 +99,5 @@ def test_a_new_process_of_a_rank_is_another_one(world: World) -> None:
     world.kill(3)
     world.host(messages.ActorsOpened("r3b", pid=10, rank=3), host=1)
     ((_, end),) = pieces_to_clients(world.say(messages.RelayBytes(piece("me", "r3"))))
-    assert end.ended is not None
+    assert end.ended == "was killed by SIGKILL"
     assert messages_of(world.say(messages.RelayBytes(piece("me", "r3b"))), messages.RelayBytes)[0].ranks == (3,)
