@@ -36,6 +36,7 @@ GATE: dict[str, tuple[str, ...]] = {
     "names are at hand": ("controller/test_values.py", "kernel/test_handles.py"),
     "tensors and modules feel local": (
         "tensors/test_remote.py",
+        "tensors/test_replicated_modules.py",
         "tensors/test_training.py",
         "tensors/test_pretrained.py",
         "tensors/test_state_files.py",

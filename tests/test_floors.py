@@ -128,7 +128,7 @@ PURE = (
     "supervisor.series", "supervisor.silent_hosts",
     "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup",
     "supervisor.state", "supervisor.telemetry", "supervisor.waiting_cells", "tensors.faults",
-    "tensors.placement_rules", "wire.codec", "wire.link", "wire.messages", "wire.project_files",
+    "rank.tensors.placement_rules", "wire.codec", "wire.link", "wire.messages", "wire.project_files",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.sigint import defer_sigint
 from meshbook.rank.tensors import operators
+from meshbook.rank.tensors.schemas import makes_views, out_names, written_leaves
 from meshbook.tensors import functional_views
 from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import TensorEngine
-from meshbook.tensors.schemas import makes_views, out_names, written_leaves
 from meshbook.tensors.specs import Template, TensorHandle, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten

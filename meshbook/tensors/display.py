@@ -16,8 +16,8 @@ import torch
 from meshbook.controller.tables import format_bytes
 from meshbook.ids import format_ranks
 from meshbook.mesh_axes import MeshAxes
+from meshbook.rank.tensors.shards import is_sharded, spans_of
 from meshbook.rank.tensors.summary import summarize
-from meshbook.tensors.shards import is_sharded, spans_of
 
 # Distinct for most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
 COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a6c0", "#c9b6e4", "#f0e68c", "#d9c2a7", "#b8c0cc")

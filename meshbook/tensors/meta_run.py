@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors import dtensor_patches
 from meshbook.rank.tensors.operators import MESH, ReplicatedOp, name_of
-from meshbook.tensors.schemas import mutated_inputs, written_leaves
-from meshbook.tensors.shards import dense_strides, local_shape
+from meshbook.rank.tensors.schemas import mutated_inputs, written_leaves
+from meshbook.rank.tensors.shards import dense_strides, local_shape
 from meshbook.tensors.specs import TensorSpec
 
 aten = torch.ops.aten

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from meshbook.errors import PlacementError
 from meshbook.mesh_axes import MeshAxes
-from meshbook.rank.tensors import dtensor_patches
+from meshbook.rank.tensors import dtensor_errors, dtensor_patches
+from meshbook.rank.tensors import placement_rules as rules
 from meshbook.rank.tensors.operators import (
     FLOAT,
     TENSOR,
@@ -30,10 +31,7 @@ from meshbook.rank.tensors.operators import (
     name_of,
     overwrites,
 )
-from meshbook.tensors import dtensor_errors
-from meshbook.tensors import placement_rules as rules
-from meshbook.tensors.meta_run import MetaRun, MetaRunner, run_on_plain_tensors, storage_id
-from meshbook.tensors.schemas import (
+from meshbook.rank.tensors.schemas import (
     expand_reduction_dims,
     functional_variant,
     has_tag,
@@ -41,7 +39,8 @@ from meshbook.tensors.schemas import (
     mutated_inputs,
     out_names,
 )
-from meshbook.tensors.shards import actual_strides
+from meshbook.rank.tensors.shards import actual_strides
+from meshbook.tensors.meta_run import MetaRun, MetaRunner, run_on_plain_tensors, storage_id
 from meshbook.tensors.specs import SpecTable, Template, TensorSpec
 from meshbook.wire.pickler import dump_message
 
@@ -172,9 +171,7 @@ class Planner:
         specs = [tensor._spec for tensor in inputs]
         if dtensor_errors.is_placement_change(error):
             return _plan_functional_variant(function)
-        if (axis := dtensor_errors.uneven_axis(error)) is not None and (moves := rules.replicate_axis(specs[:1], axis)):
-            return Template(0, redistributions=moves)
-        if dtensor_errors.is_about_sharded_dim(error) and (moves := rules.replicate(specs[:1], self.mesh_ndim)):
+        if moves := dtensor_errors.moves_after_error(error, specs, self.mesh_ndim):
             return Template(0, redistributions=moves)
         if dtensor_errors.is_missing_rule(function, error) or _works_on_plain_tensors(function, args, kwargs):
             if (other := functional_variant(function)) is not None:

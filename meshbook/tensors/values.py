@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.errors import MeshShapeError, TransferError
+from meshbook.rank.tensors.shards import spans_of
 from meshbook.tensors.base import MeshTensor
-from meshbook.tensors.shards import spans_of
 from meshbook.tensors.specs import format_placements
 from meshbook.wire import messages
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshbook.mesh_axes import MeshAxes
-from meshbook.tensors import placement_rules as rules
+from meshbook.rank.tensors import placement_rules as rules
 from meshbook.tensors.specs import SpecTable, TensorSpec
 
 aten = torch.ops.aten

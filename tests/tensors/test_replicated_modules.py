@@ -24,21 +24,31 @@ def close(got: Any, wanted: Any) -> None:
 
 
 def same_step(model: Any, alone: nn.Module, x: torch.Tensor, mesh: Mesh, placements: Any) -> None:
-    """The output and all gradients are those of one process."""
-    found, wanted = (
-        made[0] if isinstance(made, tuple) else made
-        for made in (model(meshbook.distribute(x, mesh, placements)), alone(x))
-    )
+    """The output, all gradients and buffers are those of one process."""
+    there, here = meshbook.distribute(x, mesh, placements), x.clone()
+    if x.is_floating_point():
+        there.requires_grad_(), here.requires_grad_()
+    found, wanted = (made[0] if isinstance(made, tuple) else made for made in (model(there), alone(here)))
     close(found.full_tensor(), wanted)
-    found.square().sum().backward()
-    wanted.square().sum().backward()
+    weights = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape)
+    (found * meshbook.distribute(weights, mesh)).square().sum().backward()
+    (wanted * weights).square().sum().backward()
+    if x.is_floating_point():
+        close(there.grad.full_tensor(), here.grad)
     for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
         close(mine.grad.full_tensor(), reference.grad)
+    for mine, reference in zip(model.buffers(), alone.buffers(), strict=True):
+        close(mine.full_tensor(), reference)
 
 
 class Bilinear(nn.Bilinear):
     def forward(self, x: Any) -> Any:  # type: ignore[override]
         return super().forward(x, x)
+
+
+class Distances(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return torch.cdist(super().forward(x), torch.ones(2, 3))
 
 
 class MakesTensors(nn.Module):
@@ -74,9 +84,20 @@ SEQUENCES, WORDS = torch.randn(4, 5, 4), torch.randint(0, 10, (4, 5))
         (lambda: nn.EmbeddingBag(10, 4), WORDS),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), SEQUENCES),
         (lambda: Bilinear(4, 4, 3), SEQUENCES),
+        (lambda: Distances(4, 3), SEQUENCES[0]),
         (MakesTensors, SEQUENCES),
     ],
-    ids=["GRU", "deep LSTM", "RNN", "LSTMCell", "EmbeddingBag", "weight norm", "Bilinear", "makes tensors"],
+    ids=[
+        "GRU",
+        "deep LSTM",
+        "RNN",
+        "LSTMCell",
+        "EmbeddingBag",
+        "weight norm",
+        "Bilinear",
+        "distances",
+        "makes tensors",
+    ],
 )
 def test_what_makes_tensors_itself_or_has_no_rule_of_dtensors_gives_the_numbers_of_one_process(
     mesh2: Mesh, factory: Callable[[], nn.Module], x: torch.Tensor, placements: Any
@@ -94,27 +115,11 @@ class Writes(nn.Linear):
         return out
 
 
-class Distances(nn.Linear):
-    def forward(self, x: Any) -> Any:
-        return torch.cdist(super().forward(x), torch.ones(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("factory", "error"),
-    [
-        (lambda: Writes(4, 4), r"that the module has made itself, out = torch.zeros\(...\): make it by x.new_zeros"),
-        (
-            lambda: Distances(4, 3),
-            r'does not have a sharding strategy registered. Under "replicate" .* "fsdp" run any',
-        ),
-    ],
-    ids=["written into", "no rule"],
-)
-def test_what_dtensors_cannot_do_says_what_to_use_instead(
-    mesh2: Mesh, factory: Callable[[], nn.Module], error: str
-) -> None:
-    model = meshbook.distribute(factory, mesh2, strategy="replicate")
-    with pytest.raises(CellError, match=error):
+def test_what_a_module_made_itself_cannot_be_written_into_and_the_error_says_what_can(mesh2: Mesh) -> None:
+    model = meshbook.distribute(lambda: Writes(4, 4), mesh2, strategy="replicate")
+    with pytest.raises(
+        CellError, match=r"that the module has made itself, out = torch.zeros\(...\): make it by x.new_"
+    ):
         model(meshbook.distribute(torch.rand(4, 4), mesh2, [Shard(0)]))
 
 
@@ -210,3 +215,132 @@ def test_a_write_through_a_view_across_pieces_is_refused_and_within_them_done(me
     same_step(model, alone, x, mesh2, [Shard(1)])
     with pytest.raises(CellError, match=r"add_ of a part of a tensor that lies in pieces \(Shard\(dim=0\),\): DTensor"):
         model(meshbook.distribute(x, mesh2, [Shard(0)]))
+
+
+class Tied(nn.Module):
+    """Its weight has two names, and its loss is made in its forward."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.Linear(6, 6)
+        self.outer.weight = self.inner.weight
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.loss(self.outer(self.norm(self.inner(x))).sigmoid(), y)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits]
+)
+def test_a_replicated_module_keeps_ties_and_its_losses_are_those_of_the_whole_batch(
+    mesh2: Mesh, loss: Callable[..., Any]
+) -> None:
+    torch.manual_seed(5)
+    alone, x, y = Tied(loss), torch.randn(8, 6), torch.rand(8, 6)
+    model: Any = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
+    assert model.outer.weight is model.inner.weight
+    there = [meshbook.distribute(one, mesh2, [Shard(0)]) for one in (x, y)]
+    for module, (rows, targets) in ((alone, (x, y)), (model, there)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(rows, targets).backward()
+            optimizer.step()
+    for name, tensor in model.state_dict(full=True).items():
+        torch.testing.assert_close(tensor, alone.state_dict()[name], msg=name)
+
+
+class Largest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x * self.scale
+        return [x.topk(count, 1).values for count in (1, 3, 2)]
+
+
+def test_a_replicated_module_may_call_an_operation_with_other_numbers(mesh2: Mesh) -> None:
+    x = torch.randn(8, 4)
+    found = meshbook.distribute(Largest, mesh2, strategy="replicate")(meshbook.distribute(x, mesh2, [Shard(0)]))
+    for got, wanted in zip(found, Largest()(x), strict=True):
+        assert torch.equal(got.detach().full_tensor(), wanted.detach())
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).flatten(0, 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_what_a_replicated_module_flattens_is_right_whichever_dim_was_cut(mesh2: Mesh, cut: int) -> None:
+    x, weights = torch.randn(6, 4, 2), torch.randn(24, 2)
+    model = meshbook.distribute(Flat, mesh2, strategy="replicate")
+    got = model(meshbook.distribute(x, mesh2, [Shard(cut)]))
+    assert torch.equal(got.detach().full_tensor(), x.flatten(0, 1))
+    (got * meshbook.distribute(weights, mesh2)).sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), (x.flatten(0, 1) * weights).sum().reshape(1))
+
+
+def _write_where_negative(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[x < 0] = 0.25
+    return x
+
+
+def _gather_medians(x: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, torch.zeros(2, 3, dtype=torch.int64)).median(1).values
+
+
+def _windows(x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.stft(x, 4, window=torch.ones(4), return_complex=True)
+    return x.unfold(0, 2, 1).sum(2) + spectrum.abs().mean()
+
+
+def _merge_dims(x: torch.Tensor) -> torch.Tensor:
+    by_rows = x.transpose(1, 2).contiguous().view(len(x), -1)
+    by_columns = x.transpose(0, 1).contiguous().view(-1).reshape(6, 8)
+    return by_rows @ by_columns.t().contiguous().view(-1, 12).t()
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolutions and batch norms": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(6, 4, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ),
+        (4, 4, 6, 6),
+    ),
+    "norm of each image": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (4, 4, 6, 6)),
+    "recurrent": (lambda: nn.LSTM(4, 4, batch_first=True), (4, 6, 4)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (4, 4, 8)),
+    "without a rule of DTensor's": (lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(4, 4, 3)), (4, 4, 6, 6)),
+    "scan": (lambda: Computes(lambda x, w: w[0] * x.cumsum(0) - x.flip(1).cummax(1).values), (4, 6)),
+    "uneven mean": (lambda: Computes(lambda x, w: w[0] * x.mean(0) + x.mean()), (5, 3)),
+    "gather": (lambda: Computes(lambda x, w: _gather_medians(x * w[0])), (4, 6)),
+    "windows": (lambda: Computes(lambda x, w: _windows(x * w[0])), (4, 6)),
+    "merged dims": (lambda: Computes(lambda x, w: _merge_dims(x * w[0])), (4, 6, 2)),
+    "mask": (lambda: Computes(lambda x, w: _write_where_negative(x * w[0])), (4, 6)),
+    "vector times matrix": (lambda: Computes(lambda x, w: w[0] * x[0] @ x.t()), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_replicated_module_computes_as_one_process_whichever_dim_of_its_input_is_cut(mesh2: Mesh, kind: str) -> None:
+    factory, shape = MODULES[kind]
+    torch.manual_seed(6)
+    alone, x = factory(), torch.randn(shape)
+    for cut in range(len(shape)):
+        model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
+        same_step(model, copy.deepcopy(alone), x, mesh2, [Shard(cut)])

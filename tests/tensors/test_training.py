@@ -252,74 +252,28 @@ def test_options_of_ddp_are_passed_on_and_gradients_stay_ones_own(mesh2: Mesh, o
     torch.testing.assert_close(_steps(model, there), _steps(alone, x))
 
 
-class Tied(nn.Module):
-    """Its weight has two names, and its loss is made in its forward."""
+class Recurrent(nn.Module):
+    """Gives its state with layers first, as torch's LSTM does, or rows first."""
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.norm, self.outer = nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.Linear(6, 6)
-        self.outer.weight = self.inner.weight
-        self.loss = loss
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self.loss(self.outer(self.norm(self.inner(x))).sigmoid(), y)
-
-
-@pytest.mark.parametrize(
-    "loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits]
-)
-def test_a_replicated_module_keeps_ties_and_its_losses_are_those_of_the_whole_batch(
-    mesh2: Mesh, loss: Callable[..., Any]
-) -> None:
-    torch.manual_seed(5)
-    alone, x, y = Tied(loss), torch.randn(8, 6), torch.rand(8, 6)
-    model: Any = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="replicate")
-    assert model.outer.weight is model.inner.weight
-    for module, cut in ((alone, lambda tensor: tensor), (model, rows_on(mesh2))):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(cut(x), cut(y)).backward()
-            optimizer.step()
-    for name, tensor in model.state_dict(full=True).items():
-        torch.testing.assert_close(tensor, alone.state_dict()[name], msg=name)
-
-
-class Largest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
+        self.lstm = nn.LSTM(3, 5, num_layers=2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        x = x * self.scale
-        return [x.topk(count, 1).values for count in (1, 3, 2)]
-
-
-def test_a_replicated_module_may_call_an_operation_with_other_numbers(mesh2: Mesh) -> None:
-    x = torch.randn(8, 4)
-    for got, wanted in zip(
-        meshbook.distribute(Largest, mesh2, strategy="replicate")(rows_on(mesh2)(x)), Largest()(x), strict=True
-    ):
-        assert torch.equal(got.detach().full_tensor(), wanted.detach())
+    def forward(self, x: torch.Tensor, rows_first: bool) -> torch.Tensor:
+        state = self.lstm(x)[1][0]
+        return state.transpose(0, 1) if rows_first else state
 
 
-class Flat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale).flatten(0, 1)
-
-
-@pytest.mark.parametrize("cut", [0, 1])
-def test_what_a_replicated_module_flattens_is_right_whichever_dim_was_cut(mesh2: Mesh, cut: int) -> None:
-    x, weights = torch.randn(6, 4, 2), torch.randn(24, 2)
-    model = meshbook.distribute(Flat, mesh2, strategy="replicate")
-    got = model(meshbook.distribute(x, mesh2, [Shard(cut)]))
-    assert torch.equal(got.detach().full_tensor(), x.flatten(0, 1))
-    (got * meshbook.distribute(weights, mesh2)).sum().backward()
-    torch.testing.assert_close(model.scale.grad.full_tensor(), (x.flatten(0, 1) * weights).sum().reshape(1))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_output_without_rows_first_is_refused_where_ranks_have_rows(mesh2: Mesh, strategy: str) -> None:
+    torch.manual_seed(8)
+    alone, x = Recurrent(), torch.randn(8, 4, 3)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy=strategy)
+    with pytest.raises(CellError, match=r"shape \(2, 4, 5\) where each rank has 4 rows .* rows first"):
+        model(rows_on(mesh2)(x), False).full_tensor()
+    got = model(rows_on(mesh2)(x), True)
+    torch.testing.assert_close(got.detach().full_tensor(), alone(x, True).detach())
+    torch.testing.assert_close(model(x, False).detach().full_tensor(), alone(x, False).detach())  # whole inputs
 
 
 class Twice(nn.Module):

@@ -57,7 +57,7 @@ def install() -> None:
             _aten_library.impl(f"linalg_matrix_rank.{overload}", _matrix_rank_into, "PythonTLSSnapshot")
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers |= dict.fromkeys(DECOMPOSED, torch_decomposition)
-        handlers[aten.transpose_.default] = _transpose_in_place
+        handlers |= dict.fromkeys(_SHAPES_IN_PLACE, _change_shape_in_place)
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         propagator._propagate_tensor_meta_non_cached = _ResultMetas(propagator._propagate_tensor_meta_non_cached)
         for name in ("_collective_utils", "_redistribute"):
@@ -205,19 +205,6 @@ def _register_other_ops() -> None:
             )
         return strategies
 
-    # What is seldom enough that no rule tells its rows from others: every rank computes all of it.
-    for operator in (
-        aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
-        aten._embedding_bag_backward.default, aten._embedding_bag_per_sample_weights_backward.default,
-        aten._weight_norm_interface_backward.default, aten._trilinear.default, aten.scatter_reduce.two,
-    ):  # fmt: skip
-        num_results = len(operator._schema.returns)
-
-        @register_sharding(operator)  # type: ignore[untyped-decorator]
-        def whole(*args: Any, num_results: int = num_results) -> Any:
-            given = [Replicate() if isinstance(argument, DTensorSpec) else None for argument in args]
-            return [([Replicate()] * num_results, given)]
-
 
 DECOMPOSED = (
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
@@ -243,12 +230,22 @@ def torch_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
-def _transpose_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Have a DTensor become its transposed view, as torch's own GRU and RNN do with their results."""
-    tensor, dim, other_dim = args
-    view: Any = tensor.transpose(dim, other_dim)
+def _change_shape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Have a DTensor become its view of another shape.
+
+    torch does so itself, with the results of GRU and RNN, and of a product of a vector and a matrix, which keeps its
+    dim of length 1 in DTensor (2.13).
+    """
+    tensor = args[0]
+    view: Any = getattr(torch, func._opname.removesuffix("_"))(*args, **kwargs)
     tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return return_and_correct_aliasing(func, args, kwargs, tensor)  # type: ignore[no-untyped-call]
+
+
+_SHAPES_IN_PLACE = (
+    aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.unsqueeze_.default, aten.t_.default,
+    aten.transpose_.default,
+)  # fmt: skip
 
 
 _ops_with_scalar_keys: set[Any] = set()

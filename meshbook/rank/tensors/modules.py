@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def module_generate(
     """
     resident = find_resident(key)
     inputs = _own_inputs(resident, (), args, kwargs)
-    if inputs.is_sharded:
+    if inputs.rows:
         raise ValueError("generate takes whole inputs, not rows that are cut over the ranks: x.full_tensor()")
     module, checks = building.inner_module(resident.module), [one for one in resident.checks if one.name in unchecked]
     plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -213,7 +213,7 @@ class _OwnInputs:
 
     args: Any = ()
     kwargs: Any = dataclasses.field(default_factory=dict)
-    is_sharded: bool = False  # whether any input is cut into rows over the batch axes
+    rows: set[int] = dataclasses.field(default_factory=set)  # here, of each input that is cut over the batch axes
     requiring_grad: list[torch.Tensor] = dataclasses.field(default_factory=list)
     placements: list[list[Placement]] = dataclasses.field(default_factory=list)  # of those that require a gradient
 
@@ -249,7 +249,7 @@ def _forward(
         if any_training:
             resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
     outputs = _output_tensors(resident, leaves_of(result))
-    results, output_placements = _wrap_outputs(resident, outputs, inputs.is_sharded)
+    results, output_placements = _wrap_outputs(resident, outputs, inputs.rows)
     description = {
         "result": pytree.tree_map(_placeholder_of, result),
         "differentiable": [_is_differentiable(output) for output in outputs],
@@ -258,7 +258,7 @@ def _forward(
     if inputs_with_grad is None:
         return results, description
     graph_token = torch.empty(0, device=resident.mesh.device_type)
-    scale = float(resident.num_shards) if resident.runs_locally and inputs.is_sharded else 1.0
+    scale = float(resident.num_shards) if resident.runs_locally and inputs.rows else 1.0
     graph_token._meshbook_graph = resident.graph_of_last_forward = _SavedForward(  # type: ignore[attr-defined]
         outputs,
         output_placements,
@@ -282,8 +282,9 @@ def _own_inputs(resident: ResidentModule, with_grad: Sequence[int], args: Any, k
         if not isinstance(leaf, DTensor):
             return object_of(leaf)
         if resident.runs_locally:
-            inputs.is_sharded = inputs.is_sharded or resident.is_cut_into_rows(leaf.placements)
             own_input, placements = _local_rows(resident, leaf, number)
+            if resident.is_cut_into_rows(leaf.placements):
+                inputs.rows.add(len(own_input))
         else:
             own_input, placements = leaf.detach(), list(leaf.placements)
         if number in with_grad:
@@ -306,7 +307,7 @@ def _forward_context(
         if dtype is not None:
             stack.enter_context(torch.autocast(resident.mesh.device_type, dtype=dtype))
         if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
-            shard_index = resident.shard_index if inputs.is_sharded else 0
+            shard_index = resident.shard_index if inputs.rows else 0
             mixed = dtensor_patches.mix_seed(int(seed), shard_index)
             stack.enter_context(dtensor_patches.fork_rng_with_seed(mixed))
         yield
@@ -335,21 +336,17 @@ def _is_differentiable(output: torch.Tensor) -> bool:
 
 
 def _wrap_outputs(
-    resident: ResidentModule, outputs: Sequence[Any], is_sharded: bool
+    resident: ResidentModule, outputs: Sequence[Any], rows: Collection[int]
 ) -> tuple[list[Any], list[list[Placement] | None]]:
     """Return the outputs as DTensors without history, and the placements of those that were local."""
     results: list[Any] = []
     output_placements: list[list[Placement] | None] = []
     for output in outputs:
-        if is_token(output):
-            results.append(output)
+        if is_token(output) or isinstance(output, DTensor):
+            results.append(output if is_token(output) else output.detach())
             output_placements.append(None)
             continue
-        if isinstance(output, DTensor):
-            results.append(output.detach())
-            output_placements.append(None)
-            continue
-        placements = resident.placements_on_axes(output_placement(output, is_sharded))
+        placements = resident.placements_on_axes(output_placement(output, rows))
         results.append(DTensor.from_local(output.detach(), resident.mesh, placements, run_check=False))
         output_placements.append(placements)
     return results, output_placements

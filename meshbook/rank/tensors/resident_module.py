@@ -268,7 +268,7 @@ class ResidentModule:
             if self.runs_locally:
                 yield
                 return
-            with implicit_replication(), DTensorMode():  # type: ignore[no-untyped-call]
+            with implicit_replication(), DTensorMode():
                 yield
 
     def copy_state_to(self, other: ResidentModule) -> None:

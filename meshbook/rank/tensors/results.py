@@ -7,6 +7,7 @@ argument, and lets go of it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -76,15 +77,19 @@ def object_of(token: torch.Tensor) -> Any:
     return token._meshbook_object  # type: ignore[attr-defined]
 
 
-def output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
+def output_placement(output: torch.Tensor, rows: Collection[int]) -> Placement:
     """Return the placement of the ranks' outputs as one tensor: rows of it or, for a scalar, their mean.
 
+    Args:
+        rows: how many this rank has of the inputs that are cut; empty: it has whole inputs.
+
     Raises:
-        ValueError: a scalar that has no mean.
+        ValueError: a scalar that has no mean, or a tensor whose dim 0 cannot be rows.
     """
-    if not is_sharded:
+    if not rows:
         return Replicate()
     if output.dim():
+        _check_rows(output.shape, rows)
         return Shard(0)
     if not (output.is_floating_point() or output.is_complex()):
         raise ValueError(
@@ -93,3 +98,18 @@ def output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
             "float, of which the mean is taken"
         )
     return Partial("avg")
+
+
+def _check_rows(shape: torch.Size, rows: Collection[int]) -> None:
+    """Check that dim 0 of an output counts rows, pieces of rows (each token of a text) or groups of rows (pairs)."""
+    size, others = shape[0], shape[1:]
+    if any(size == count or (count and size % count == 0) for count in rows):
+        return
+    if size and any(count % size == 0 for count in rows) and not any(count in others for count in rows):
+        return
+    have = " or ".join(map(str, sorted(rows)))
+    raise ValueError(
+        f"the module gives a tensor of shape {tuple(shape)} where each rank has {have} rows of the batch, and the "
+        "ranks' tensors are joined along dim 0: have it give rows first (h.transpose(0, 1) of an LSTM's state), or one "
+        "number, of which the mean over ranks is taken. meshbook.module_to_mesh has no such limit"
+    )

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from meshbook.mesh_axes import MeshAxes
 from meshbook.placement import Replicate, Shard, Span, local_spans
-from meshbook.tensors.specs import TensorSpec
+
+
+class Spec(Protocol):
+    """What is known of a tensor without its data. `placements`: torch's, one per axis; None: each rank has its own."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def stride(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def placements(self) -> tuple[Any, ...] | None: ...
+    @property
+    def has_partial(self) -> bool: ...
+    @property
+    def is_inexact(self) -> bool: ...
 
 
 def is_sharded(placement: Any) -> bool:
@@ -28,7 +45,7 @@ def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes,
     return tuple(stop - start for start, stop in spans_of(shape, placements, axes, rank))
 
 
-def empty_shard_dims(spec: TensorSpec, axes: MeshAxes) -> set[int]:
+def empty_shard_dims(spec: Spec, axes: MeshAxes) -> set[int]:
     """Return the dims along which some rank has an empty shard: the last one has, if any."""
     placements, mesh_shape = spec.placements or (), axes.shape
     sharded = {
@@ -42,7 +59,7 @@ def empty_shard_dims(spec: TensorSpec, axes: MeshAxes) -> set[int]:
     return {dim for dim in sharded if last_shape[dim] == 0}
 
 
-def dense_strides(local: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
+def dense_strides(local: Sequence[int], spec: Spec) -> tuple[int, ...]:
     """Return dense strides of a shard of this shape, with the dims in the global tensor's order."""
     order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
     strides, step = [0] * len(local), 1

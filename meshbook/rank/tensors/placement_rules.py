@@ -16,14 +16,13 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.placement import shard_spans
 from meshbook.rank.tensors.dtensor_patches import is_strided_shard
 from meshbook.rank.tensors.operators import may_stay_partial
-from meshbook.tensors.schemas import has_tag
-from meshbook.tensors.shards import empty_shard_dims, is_sharded
-from meshbook.tensors.specs import TensorSpec
+from meshbook.rank.tensors.schemas import has_tag
+from meshbook.rank.tensors.shards import Spec, empty_shard_dims, is_sharded
 
 aten = torch.ops.aten
 
 Moves = tuple[tuple[int, tuple[Any, ...]], ...]
-Specs = Sequence[TensorSpec]
+Specs = Sequence[Spec]
 
 # Names of operations that may be applied to each term of a partial sum separately.
 _LINEAR_OPS = ("mul", "div", "neg", "positive", "clone", "_to_copy", "to", "copy", "zero", "conj", "_conj_physical")
@@ -58,7 +57,7 @@ def _moves_to(specs: Specs, required: Iterable[tuple[Any, ...] | None]) -> Moves
     return tuple((at, placements) for at, (spec, placements) in pairs if placements not in (None, spec.placements))
 
 
-def _replicated_where(spec: TensorSpec, condition: Callable[[Any], bool]) -> tuple[Any, ...]:
+def _replicated_where(spec: Spec, condition: Callable[[Any], bool]) -> tuple[Any, ...]:
     """Return the spec's placements, with Replicate where the condition holds."""
     return tuple(Replicate() if condition(placement) else placement for placement in spec.placements or ())
 
@@ -207,7 +206,7 @@ def _moves_from_unsafe(function: Any, specs: Specs, axes: MeshAxes) -> Moves:
         has_tag(function, torch.Tag.pointwise) or function in _SAFE_ON_EMPTY_SHARDS or "foreach" in function._opname
     )
 
-    def safe_placements(spec: TensorSpec) -> tuple[Any, ...] | None:
+    def safe_placements(spec: Spec) -> tuple[Any, ...] | None:
         if spec.placements is None:
             return None
         empty_dims = set() if is_safe else empty_shard_dims(spec, axes)
@@ -277,7 +276,7 @@ def _moves_from_uneven_means(
     ):  # DTensor sharded it by itself
         return replicate(specs, len(mesh_shape))
 
-    def is_uneven(spec: TensorSpec, axis: int, placement: Any) -> bool:
+    def is_uneven(spec: Spec, axis: int, placement: Any) -> bool:
         return axis in mean_axes and placement.is_shard() and spec.shape[placement.dim] % mesh_shape[axis] != 0
 
     return _moves_to(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from meshbook.mesh_axes import MeshAxes
+from meshbook.rank.tensors import placement_rules as rules
 from meshbook.rank.tensors.operators import name_of
-from meshbook.tensors.specs import TensorSpec
+from meshbook.rank.tensors.shards import Spec
 
 aten = torch.ops.aten
 
@@ -29,13 +30,20 @@ def is_placement_change(error: Exception) -> bool:
     return "in-place operations that require placement changes" in str(error)
 
 
-def uneven_axis(error: Exception) -> int | None:
+def moves_after_error(error: Exception, specs: Sequence[Spec], mesh_ndim: int) -> rules.Moves:
+    """Return to where the first input is brought for an operation that has failed; empty: no move helps."""
+    if (axis := _uneven_axis(error)) is not None:
+        return rules.replicate_axis(specs[:1], axis)
+    return rules.replicate(specs[:1], mesh_ndim) if _is_about_sharded_dim(error) else ()
+
+
+def _uneven_axis(error: Exception) -> int | None:
     """Return the axis whose shards of the first input the operation could not cut evenly; None if it is not that."""
     uneven = _UNEVEN.search(str(error))
     return None if uneven is None else int(uneven["axis"])
 
 
-def is_about_sharded_dim(error: Exception) -> bool:
+def _is_about_sharded_dim(error: Exception) -> bool:
     """Whether the operation would work if its first input were replicated."""
     return _SHARDED_DIM.search(str(error)) is not None
 
@@ -51,7 +59,7 @@ def is_missing_rule(function: Any, error: Exception) -> bool:
     )
 
 
-def translate(function: Any, error: Exception, specs: Sequence[TensorSpec], axes: MeshAxes) -> Exception:
+def translate(function: Any, error: Exception, specs: Sequence[Spec], axes: MeshAxes) -> Exception:
     """Return torch's error, restated in terms of the tensors as the user knows them."""
     text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
     operands = ", ".join(map(repr, specs[:4]))
