@@ -19,15 +19,21 @@ from meshbook.tensors.remote import RemoteTensor
 
 @overload
 def distribute(
-    thing: torch.Tensor, mesh: Mesh, placements: Any = None, *, sharding_spec: Sequence[Any] | None = None
+    thing: torch.Tensor,
+    mesh: Mesh | None = None,
+    placements: Any = None,
+    *,
+    device_mesh: Mesh | None = None,
+    sharding_spec: Sequence[Any] | None = None,
 ) -> RemoteTensor: ...
 
 
 @overload
 def distribute(
     thing: nn.Module | Callable[[], nn.Module] | str | os.PathLike[str],
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
+    device_mesh: Mesh | None = None,
     strategy: Any = "fsdp",
     precision: str | None = None,
     compile: bool | str = False,
@@ -41,9 +47,10 @@ def distribute(
 
 def distribute(
     thing: Any,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     placements: Any = None,
     *,
+    device_mesh: Mesh | None = None,
     sharding_spec: Sequence[Any] | None = None,
     strategy: Any = None,
     precision: str | None = None,
@@ -63,6 +70,7 @@ def distribute(
     reads the parts that it will have.
 
     Args:
+        device_mesh: the mesh, by the name that torch's own functions have for it.
         placements: of a tensor: torch's, one per axis of the mesh; default: replicated on every rank.
         sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
         strategy: of a module: "fsdp" (the default), "ddp", "hsdp", "tp", "fsdp+tp", "replicate", a Plan, a
@@ -85,6 +93,10 @@ def distribute(
         CellError: building the module failed on ranks, with their traceback.
         UsageError: an argument for tensors was given with a module, or the other way round.
     """
+    if (mesh is None) == (device_mesh is None):
+        raise UsageError("which mesh? meshbook.distribute(model, mesh), or device_mesh=mesh, and one of them")
+    mesh = mesh or device_mesh
+    assert mesh is not None
     if isinstance(thing, torch.Tensor):
         given = (strategy, precision, compile or None, axis, sample, memory)
         if strategy_options or any(option is not None for option in given):

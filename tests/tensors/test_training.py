@@ -366,6 +366,15 @@ def test_options_are_of_modules(mesh2: Mesh) -> None:
         meshbook.distribute(torch.ones(2), mesh2, find_unused_parameters=True)
 
 
+def test_the_mesh_may_be_given_by_the_name_that_torch_has_for_it(mesh2: Mesh) -> None:
+    assert torch.equal(meshbook.distribute(torch.ones(2), device_mesh=mesh2).full_tensor(), torch.ones(2))
+    for both_or_none in ((), (mesh2,)):
+        with pytest.raises(UsageError, match=r"which mesh\? .* device_mesh=mesh"):
+            meshbook.distribute(
+                lambda: nn.Linear(2, 2), *both_or_none, **({"device_mesh": mesh2} if both_or_none else {})
+            )
+
+
 def test_a_fused_optimizer_sends_its_counts_of_steps_once(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
     alone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
