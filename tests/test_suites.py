@@ -35,7 +35,9 @@ SLOW = {
     ("zoo/hangs.py", 0.3): "a straggler",
 }
 # Who may look at all processes, or all shared memory, of the machine: they keep to what is this run's.
-MACHINE_WIDE = {"cluster/bed.py", "leaks.py", "test_leaks.py", "controller/test_logs.py", "test_suites.py"}
+MACHINE_WIDE = {
+    "cluster/bed.py", "leaks.py", "test_leaks.py", "controller/test_logs.py", "test_suites.py", "host_processes.py"
+}  # fmt: skip
 # A wait of so many seconds is a limit, of which there is one (tests/budget.py).
 SHORTEST_LIMIT_S = 5.0
 LIMITS = {"timeout", "timeout_s", "within_s"}

@@ -113,7 +113,7 @@ class HostAgent:
         self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
         self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self, place=place)
         self._orphans = ProcessWatch(loop, self._orphan_exited, poll_s=_EXIT_POLL_S)  # ranks without a fork server
-        self._values = ArrivingValues(self.ledger, report)
+        self._values = ArrivingValues(loop, self.ledger, report)
         self._logs = LogKeeper(loop, folder, host, report, mergeable=mergeable)
         self._snapshots = SnapshotCollector(
             loop, self.hostname, lambda rank, body: self._carry_out(self.ledger.ranks[rank].to_service(body)), report
@@ -189,7 +189,7 @@ class HostAgent:
     def take_over(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Go on in a process that was forked from the agent's, which has ended."""
         self._sockets.reopen(context)
-        for part in (self._logs, self._snapshots, self.launcher):
+        for part in (self._logs, self._snapshots, self._values, self.launcher):
             part.take_over()
         self._loop.call_later(_EXIT_REPORTS_S, self._find_exits, logged=False)
 

@@ -9,6 +9,7 @@ from meshbook.host.instructions import Instructions
 from meshbook.host.ledger import HostLedger
 from meshbook.wire import codec, messages
 from meshbook.wire.buffers import SegmentPool
+from meshbook.wire.loop import Loop
 from meshbook.wire.shared_buffers import find_shared
 from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunk
 
@@ -20,10 +21,10 @@ class ArrivingValues:
         report: sends a report to the supervisor.
     """
 
-    def __init__(self, ledger: HostLedger, report: Callable[[messages.HostReport], None]) -> None:
-        self._ledger, self._report = ledger, report
+    def __init__(self, loop: Loop, ledger: HostLedger, report: Callable[[messages.HostReport], None]) -> None:
+        self._loop, self._ledger, self._report = loop, ledger, report
         self._pool = SegmentPool()
-        self._fetcher = BufferFetcher(self._pool)
+        self._fetcher = BufferFetcher(self._pool, loop.act)
         self._staged: dict[str, tuple[Any, Copies]] = {}  # by call: commands that may not begin yet
 
     COMMANDS = (messages.StagedCommand, messages.BeginStaged, messages.BufferChunk, messages.FetchChunk)
@@ -55,6 +56,10 @@ class ArrivingValues:
         """Forget a rank that has ended: it reads nothing any more."""
         self._pool.remove_reader(rank)
 
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the host's, which has ended, with the memory for what was to come."""
+        self._fetcher.cancel_all("its machine's host agent was killed while it was on its way; send it again")
+
     def close(self) -> None:
         self._pool.close()
 
@@ -63,6 +68,7 @@ class ArrivingValues:
         self._staged[command.call] = command, {}
         todo = self._ledger.enqueue(command, staged.body, now, ready=False)
         if staged.fetch:
+            self._loop.diverge()  # memory of this process alone is reserved
             readers = self._ledger.local(command.ranks)
             buffers = find_shared(command)
             self._fetcher.fetch(buffers, readers, self._report, lambda found: self._fetched(command, found))

@@ -45,6 +45,7 @@ class RankLauncher:
 
     Attributes:
         spares: processes that wait to be ranks.
+        keeper: pid of this host's keeper; 0: it has none.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RankLauncher:
         # held open for as long as ranks may live: they end when this process does
         self._host_pipe, self._host_pipe_write = os.pipe2(os.O_CLOEXEC)
         self._is_closed = False
+        self.keeper = 0
         self._is_retrying = False  # requests of a fork server that was lost, and nothing has been forked since
         self.starter: Starter | None = None
         self.spares = SparePool(loop, lambda config: self._starter_for(config.spec), host)
@@ -98,7 +100,7 @@ class RankLauncher:
                     spec=spec,
                     threads=threads,
                     blas_threads=blas_threads,
-                    host_pid=os.getpid(),
+                    host_pid=self.keeper or os.getpid(),
                     max_files=user_fd_limit(),
                     incarnation=incarnations[rank],
                     address=self._place.address if self._place is not None else None,
@@ -129,7 +131,7 @@ class RankLauncher:
             spec=command.spec,
             threads=threads,
             blas_threads=blas_threads,
-            host_pid=os.getpid(),
+            host_pid=self.keeper or os.getpid(),
             max_files=user_fd_limit(),
         )
         self.spares.keep(command.num, config)

@@ -88,7 +88,7 @@ class ProjectCopy:
     """
 
     def __init__(self, loop: Loop, folder: Path, report: Callable[[messages.HostReport], None]) -> None:
-        self._folder, self._report = folder, report
+        self._loop, self._folder, self._report, self._pid = loop, folder, report, os.getpid()
         self._place: Path | None = None  # the folder with the copy; None: there is none yet
         self._root = ""  # on the supervisor's machine
         self._have: dict[str, ProjectFile] = {}
@@ -108,6 +108,8 @@ class ProjectCopy:
 
     def handle(self, command: messages.SyncFiles | messages.FileParts) -> None:
         """Begin a sync, or take parts of files. When it is over `FilesSynced` is reported."""
+        self._loop.diverge()  # files change
+        self.take_over()  # the other process may have ended while it did this
         try:
             if isinstance(command, messages.SyncFiles):
                 self._waiting.append(command)
@@ -119,6 +121,20 @@ class ProjectCopy:
                 self._request()
         except (OSError, MeshbookError, ValueError) as error:
             self._end(_describe(error))
+
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the host's, which has ended: end the sync that was under way.
+
+        It may be half done, and so all files come again with the next.
+        """
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
+        if self._waiting:
+            self._uv.take_over()
+            known = {**self._have, **{file.path: file for file in self._waiting[0].files}}
+            self._have = {path: msgspec.structs.replace(file, nbytes=-1) for path, file in known.items()}
+            self._end("its host agent was killed while files came; sync again")
 
     def localize(self, spec: MeshSpec) -> MeshSpec:
         """Return what ranks of this machine are started with: their folder and their modules are those of the copy."""

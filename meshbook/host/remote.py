@@ -25,6 +25,7 @@ import msgspec
 from meshbook.errors import MeshbookError, MeshInUse
 from meshbook.host.facts import gather_facts, interface_of, launch_address, own_address
 from meshbook.host.gpus import find_others_gpus
+from meshbook.host.keeper import Keeper, can_have_standby, end_like
 from meshbook.host.main import HostProcess
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import folders, processes
@@ -67,14 +68,19 @@ def main() -> None:
         _write_line(RemoteHello(problem=str(error)))
         sys.exit(1)
     folders.lock_folder(folder)
+    status = 0
     try:
-        _serve(folder, options.host, options.launched_from, light=options.light)
+        if can_have_standby():
+            keeper = Keeper()
+            status = keeper.run(lambda: _serve(folder, options.host, options.launched_from, keeper, options.light))
+        else:
+            _serve(folder, options.host, options.launched_from, None, options.light)
     finally:
         folders.remove_folder(folder)
-    os._exit(0)
+    end_like(status)
 
 
-def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
+def _serve(folder: Path, number: int, launcher: str, keeper: Keeper | None, light: bool) -> None:
     facts = gather_facts(launch_address(launcher))
     _write_line(RemoteHello(facts=facts, folder=str(folder)))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads more of it, and a pipe that is full blocks
@@ -90,7 +96,7 @@ def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     there = start.supervisor or SupervisorAddress(f"ipc://{folder}/{HOSTS_SOCKET}", f"ipc://{folder}/{STORE_SOCKET}")
     place = HostPlace(facts.address, there.store, there.server_key)
-    host = HostProcess(folder, number, start.token, place=place, lease_s=start.lease_s)
+    host = HostProcess(folder, number, start.token, keeper=keeper, place=place, lease_s=start.lease_s)
     host.agent.warm_up(with_torch=not light)
     stdin = sys.stdin.fileno()
 
@@ -105,17 +111,18 @@ def _serve(folder: Path, number: int, launcher: str, *, light: bool) -> None:
 
 def _claim_folder(name: str) -> Path:
     """Create this host's folder. A host of the same mesh and number that is here still, from before, is ended."""
+    folder = folders.runtime_folder() / name
     try:
         return folders.claim_folder(name)
     except MeshInUse:
-        owner = folders.read_owner(folders.runtime_folder() / name)
+        owner = folders.read_owner(folder)
         if owner is None or processes.is_on_other_host(owner):
             raise
         with contextlib.suppress(ProcessLookupError):
             if processes.is_running(owner):
-                os.kill(owner.pid, signal.SIGKILL)  # its fork server and ranks end with it
+                os.kill(owner.pid, signal.SIGKILL)  # its host agent, fork server and ranks end with it
         deadline = time.monotonic() + _END_TIMEOUT_S
-        while processes.is_running(owner) and time.monotonic() < deadline:
+        while folder.exists() and not folders.is_stale(folder) and time.monotonic() < deadline:
             time.sleep(0.02)
         return folders.claim_folder(name)
 

@@ -73,6 +73,13 @@ class UvEnvironment:
             self._process.wait()
             self._process = None
 
+    def take_over(self) -> None:
+        """Go on in a process that was forked from the one that has run uv, and that has ended: uv with it."""
+        if self._process is not None:
+            self._watch.forget("uv")
+            self._process.returncode = 0  # it is not this process's child
+            self._process = None
+
     def _exited(self) -> None:
         assert self._process is not None
         self._watch.forget("uv")

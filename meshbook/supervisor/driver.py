@@ -27,7 +27,6 @@ from meshbook.host.facts import gather_facts
 from meshbook.supervisor import effects, logfile
 from meshbook.supervisor.committing import CheckpointCommitter
 from meshbook.supervisor.host_connections import HostConnections
-from meshbook.supervisor.replicated_loop import ReplicatedLoop
 from meshbook.supervisor.stalls import read_stall_timeout
 from meshbook.supervisor.state import MeshState
 from meshbook.supervisor.store import StoreServer
@@ -38,6 +37,7 @@ from meshbook.wire.linked_sockets import LinkedRouter
 from meshbook.wire.process_watch import ProcessWatch
 from meshbook.wire.rate_limited_log import RateLimitedLog
 from meshbook.wire.remote_start import STORE_SOCKET
+from meshbook.wire.replicated_loop import ReplicatedLoop
 
 log = logging.getLogger("meshbook.supervisor")
 

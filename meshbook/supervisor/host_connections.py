@@ -122,7 +122,9 @@ class HostConnections:
         self._is_awaiting = False  # hosts that have not connected yet
         if not engine.dials_tcp:
             socket.bind(f"ipc://{folder}/{HOSTS_SOCKET}")
-        self._router = LinkedRouter(loop, socket, self._on_message, self._on_hello, shorten=without_data)
+        self._router = LinkedRouter(
+            loop, socket, self._on_message, self._on_hello, shorten=without_data, handover=True
+        )  # fmt: skip
         loop.call_later(_POLL_S, self._poll)
         loop.call_later(_KEEP_ALIVE_S, self._keep_alive)
 

@@ -96,8 +96,7 @@ class ValueCarrier:
 
     def take_over(self) -> None:
         """Go on in a standby of the supervisor, which has ended, with the memory into which values were written."""
-        for name in list(self._arriving):
-            self._fetcher.cancel(name, "the mesh's supervisor was killed while it was on its way; ask for it again")
+        self._fetcher.cancel_all("the mesh's supervisor was killed while it was on its way; ask for it again")
 
     def close(self) -> None:
         self._pool.close()

@@ -49,6 +49,7 @@ class LinkedRouter:
         *,
         on_broken: Callable[[bytes], None] = lambda identity: None,
         shorten: Callable[[bytes], bytes] = lambda body: body,
+        handover: bool = False,
     ) -> None:
         """
         Args:
@@ -57,9 +58,11 @@ class LinkedRouter:
             on_unnumbered: called with the identity and the frames of all else: hellos, strangers, other versions.
             on_broken: called with the identity of a peer that something was to be sent to, and is not connected.
             shorten: returns what a standby of this process is given instead of a body.
+            handover: a peer's standby takes its identity, though the end of its connection may not be known here yet.
         """
         self._loop, self.socket = loop, socket
         self._on_message, self._on_unnumbered, self._on_broken = on_message, on_unnumbered, on_broken
+        self._handover = handover
         self._shorten = lambda frames: [*frames[:-1], shorten(frames[-1])]
         self._peers: dict[bytes, _Peer] = {}
         self._open: set[bytes] = set()  # identities that have introduced themselves; others' numbers count for nothing
@@ -73,6 +76,7 @@ class LinkedRouter:
 
     def _watch(self) -> None:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, self._handover)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a broken connection is dropped silently
         self._monitor = self.socket.get_monitor_socket(int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
         self._loop.watch_socket(self._monitor, self._on_connection_event, logged=False)
@@ -220,25 +224,53 @@ class LinkedDealer:
     """A DEALER socket to a `LinkedRouter`. One thread at a time."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, *, server_key: str | None = None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: bytes,
+        *,
+        server_key: str | None = None,
+        act: Callable[[Callable[[], object]], object] = lambda send: send(),
     ) -> None:
-        """server_key: the router's public CURVE key, if the address is a tcp one."""
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        if server_key is not None:
-            keys.dial_encrypted(self.socket, server_key)
-            self.socket.setsockopt(zmq.IPV6, "[" in address)
-        keys.configure_socket(self.socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-        self.socket.connect(address)
+        """
+        Args:
+            server_key: the router's public CURVE key, if the address is a tcp one.
+            act: does what must not be done in a standby of this process (`Loop.act`).
+        """
+        self._address, self._identity, self._server_key, self._act = address, identity, server_key, act
+        self.socket = self._connect(context)
         self._link = Link()
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._identity)
+        if self._server_key is not None:
+            keys.dial_encrypted(socket, self._server_key)
+            socket.setsockopt(zmq.IPV6, "[" in self._address)
+        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        socket.connect(self._address)
+        return socket
+
+    def reopen(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Go on with another socket, in a process that has taken the place of its owner, which has introduced itself.
+
+        Both ends then send what the other has not received.
+        """
+        self.socket = self._connect(context)
+        assert self._link.hello is not None
+        self._send_frames((codec.PROTOCOL, self._link.hello))
+        self._send_frames(self._link.sync())
 
     def introduce(self, hello: bytes) -> None:
         """Send the first message, which shows the token; it is repeated when the connection has broken."""
         self._link.hello = hello
-        send_frames(self.socket, (codec.PROTOCOL, hello))
+        self._send_frames((codec.PROTOCOL, hello))
 
     def send(self, body: bytes) -> None:
-        send_frames(self.socket, (self._link.number(body), body))
+        self._send_frames((self._link.number(body), body))
+
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
+        self._act(lambda: send_frames(self.socket, frames))
 
     def receive(self, wait: Callable[[zmq.Socket[bytes]], None] | None = None) -> bytes:
         """Wait for the next message and return its body. A signal handler that raises leaves no message half read.
@@ -266,13 +298,13 @@ class LinkedDealer:
             raise ProtocolError("a message without a number came where there is a link")
         is_next, replies = self._link.receive(frames[0], frames[1])
         for reply in replies:
-            send_frames(self.socket, reply)
+            self._send_frames(reply)
         return frames[1] if is_next else None
 
     def acknowledge(self) -> None:
         """Acknowledge what was received, if nothing that was sent since did."""
         if self._link.owes_acknowledgement:
-            send_frames(self.socket, self._link.acknowledge())
+            self._send_frames(self._link.acknowledge())
 
     def close(self, *, linger_ms: int = 0) -> None:
         self.socket.close(linger=linger_ms)

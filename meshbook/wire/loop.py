@@ -83,7 +83,7 @@ class Loop:
     KeyboardInterrupt and SystemExit end the loop on the main thread; on any other thread they are handled like other
     errors, because there they would end only the thread, silently.
 
-    A supervisor's loop is a `ReplicatedLoop`, which a second process follows. What handlers do is written for both:
+    That of a supervisor or a host is a `ReplicatedLoop`, which a second process follows. Handlers are written for both:
     with `logged=True` an event is handled in the second process too; what a handler takes from outside besides its
     event goes through `observe`, and what it does to the outside through `act`. Here these are plain calls.
     """

@@ -18,22 +18,33 @@ from meshbook.wire.processes import forks_of
 ACTORS_GRACE_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61  # "Yama"
 _F_SETSIG = 10  # which signal O_ASYNC sends
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends, for whatever reason.
 
     Linux only; elsewhere this does nothing, and the process relies on the closed socket to the parent.
+
+    Args:
+        parent: its pid; this process ends at once if it has another one. None: the present one's.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended between the two calls
+    if os.getppid() != parent:  # the parent ended before
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent, who has to reap them, of descendants whose own parent ends. Linux only."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_pipe(fd: int, *, with_group: bool = True) -> None:

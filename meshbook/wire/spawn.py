@@ -30,7 +30,7 @@ class RankConfig(Struct, frozen=True):
     spec: MeshSpec
     threads: int  # for torch's own thread pool
     blas_threads: int | None = None  # for NumPy's; None: as the user's environment says
-    host_pid: int = 0  # of the agent; its child processes may inspect this rank from outside
+    host_pid: int = 0  # of the agent or its keeper; its descendants may inspect this rank from outside
     max_files: int | None = None  # soft limit on open files; None: the inherited one
     incarnation: int = 0  # how many processes this rank has had before
     address: str | None = None  # by which other machines reach this one; None: the mesh is on one machine

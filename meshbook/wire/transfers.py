@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,7 @@ from meshbook.wire.segments import USE_COUNT, open_segment, use_number
 
 # One frame. Measured through CURVE: 2.3 times the rate of one frame of 64 MB, at half the CPU.
 CHUNK_BYTES = 1 << 20
-# Smaller ones are given to a supervisor's standby as they are.
+# Smaller ones are given to a standby as they are.
 _MIN_LEFT_OUT_BYTES = 64 << 10
 # Chunks that were asked for and have not come. More than the way holds (10 Gbit/s and 5 ms are 6 MB) gains nothing.
 _MAX_REQUESTED = 8
@@ -45,13 +46,13 @@ def serve_chunk(request: FetchChunk) -> BufferChunk:
     return BufferChunk(transfer=transfer, index=request.index, data=data)
 
 
-def without_data(report: bytes) -> bytes:
-    """Return a host's report, encoded, as a supervisor's standby is given it: without the bytes of a large chunk."""
-    if len(report) < _MIN_LEFT_OUT_BYTES:
-        return report
-    chunk = codec.host_reports.decode_body(report)
+def without_data(message: bytes, decoder: codec.Decoder[Any] = codec.host_reports) -> bytes:
+    """Return a message, encoded, as a standby of its receiver is given it: without the bytes of a large chunk."""
+    if len(message) < _MIN_LEFT_OUT_BYTES:
+        return message
+    chunk = decoder.decode_body(message)
     if not isinstance(chunk, BufferChunk):
-        return report
+        return message
     return codec.encode_body(msgspec.structs.replace(chunk, data=b"", left_out=len(chunk.data)))
 
 
@@ -152,6 +153,10 @@ class BufferFetcher:
         for segment in {copy.segment for copy in transfer.copies.values()}:
             self._pool.release_all(segment)
         transfer.on_done(reason)
+
+    def cancel_all(self, reason: str) -> None:
+        for name in list(self._transfers):
+            self.cancel(name, reason)
 
     def _request(self, name: str) -> None:
         transfer = self._transfers[name]

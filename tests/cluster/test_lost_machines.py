@@ -18,6 +18,7 @@ from meshbook.errors import HealError, RankLost, UsageError
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
+from tests.host_processes import keepers_among
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -70,8 +71,8 @@ def test_a_machine_without_power_is_named_and_its_ranks_are_healed_when_it_is_ba
 
 
 def kill_host(bed: Bed, name: str) -> None:
-    (host,) = [pid for pid, command in bed.processes(name).items() if "meshbook.host.remote" in command]
-    os.kill(host, signal.SIGKILL)
+    (keeper,) = keepers_among(bed.processes(name))
+    os.kill(keeper, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

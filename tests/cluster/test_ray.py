@@ -19,6 +19,7 @@ from meshbook.wire.processes import children_of, forks_of
 from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import HEAD, RAY_TIMEOUT_S, RayOnBed
 from tests.cluster.test_slurm import WhenWritten
+from tests.host_processes import keepers_among
 
 pytestmark = [
     pytest.mark.cluster,
@@ -92,7 +93,7 @@ def test_a_lost_host_is_healed_on_its_node_and_another_mesh_does_not_notice(ray_
         mesh.run("x = 10 + rank")
         future = begin_to_sleep(mesh)
         victim = next(host for host in mesh.hosts() if 1 in host.ranks).name
-        newest = max(pids(ray_cluster, victim, "-P -m meshbook.host.remote"))
+        newest = max(keepers_among(pids(ray_cluster, victim, "-P -m meshbook.host.remote")))
         os.kill(newest, signal.SIGKILL)
         error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)

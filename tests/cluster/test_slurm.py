@@ -20,6 +20,7 @@ from meshbook.errors import HealError, RankLost, StartError
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import NETWORK, Bed
+from tests.host_processes import keepers_among
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -40,8 +41,8 @@ def jobs() -> list[str]:
 
 
 def host_pid(slurm: Bed, node: str) -> int:
-    """The host on a machine, as seen from here; not the shells and slurmstepd above it."""
-    return max(pid for pid, words in slurm.processes(node).items() if "-P -m meshbook.host.remote" in words)
+    """The latest host on a machine, as seen from here; not the shells and slurmstepd above it."""
+    return max(keepers_among(pid for pid, words in slurm.processes(node).items() if " -P -m meshbook.host" in words))
 
 
 class WhenWritten(io.StringIO):

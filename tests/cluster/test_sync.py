@@ -18,6 +18,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, StartError
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
+from tests.host_processes import keepers_among
 from tests.kernel.frontend import kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
@@ -111,7 +112,7 @@ def test_a_machine_that_dies_while_files_travel_is_not_waited_for_and_has_them_w
 ) -> None:
     for number in range(4):
         (project / f"large{number}.bin").write_bytes(os.urandom(32 << 20))
-    host = next(pid for pid, command in bed.processes("n2").items() if "meshbook.host.remote" in command)
+    (host,) = keepers_among(bed.processes("n2"))
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(mesh.sync()))
     thread.start()

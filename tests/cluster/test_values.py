@@ -16,6 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
+from tests.host_processes import agent_of, keepers_among
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -84,7 +85,9 @@ def test_memory_is_given_back_on_both_sides(mesh: Mesh, large: np.ndarray) -> No
 
 def test_a_value_that_does_not_reach_one_machine_fails_the_call_on_all(mesh: Mesh, bed: Bed, large: np.ndarray) -> None:
     mesh.run("large = None")
-    (agent,) = [pid for pid, command in bed.processes("n2").items() if "meshbook.host.remote" in command]
+    (keeper,) = keepers_among(bed.processes("n2"))
+    agent = agent_of(keeper)
+    assert agent is not None
     limits = resource.prlimit(agent, resource.RLIMIT_NOFILE)
     used = {int(number) for number in os.listdir(f"/proc/{agent}/fd")}
     lowest_free = min(set(range(len(used) + 1)) - used)

@@ -22,6 +22,7 @@ from meshbook.wire.processes import forks_of
 from tests.budget import WAIT_S, when
 from tests.controller.test_heal import kill
 from tests.gate import Gate
+from tests.host_processes import keeper_of
 from tests.leaks import MARKER
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -255,12 +256,7 @@ def test_hits_of_several_hosts_are_one_and_a_lost_host_is_named() -> None:
             ((0, 1, 2), "ten: all"),
             ((0, 1, 2), "ten: loss={0.5, 1.5, 2.5}"),
         ]
-        host = next(
-            process.pid
-            for process in psutil.Process(mesh.status().supervisor_pid).children(recursive=True)
-            if "meshbook.host.main" in process.cmdline() and process.cmdline()[-3] == "1"
-        )
-        os.kill(host, signal.SIGKILL)
+        os.kill(keeper_of(mesh.name, 1), signal.SIGKILL)
         when(lambda: mesh.session.lost == (2,))
         found = mesh.logs(grep="^ten")
         assert [hit.ranks for hit in found] == [(0, 1), (0, 1)]

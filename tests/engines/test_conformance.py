@@ -16,6 +16,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
 from tests.budget import WAIT_S, when
 from tests.cluster.ray_bed import RAY_TIMEOUT_S
+from tests.host_processes import keeper_of, kill_agent
 
 # The first test of each way starts its mesh: in a minute on a busy machine, where each rank or host imports torch.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("starts_meshes")]
@@ -151,6 +152,24 @@ def test_cells_output_and_values_go_on_when_the_supervisor_is_killed(mesh: Mesh)
     assert {host.state for host in mesh.hosts()} == {"ready"}
 
 
+def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh) -> None:
+    if len(mesh.hosts()) == 1:
+        pytest.skip("its host is in the supervisor")
+    mesh.run("import time")
+    pids = [rank.pid for rank in mesh.status().ranks]
+    source = "for step in range(100):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
+    future = mesh.run(source, wait=False, echo=False)
+    when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    kill_agent(mesh.name, 1)
+    result = future.result(WAIT_S)
+    assert dict(result.values) == {rank: rank for rank in range(4)}
+    assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(100)]
+    assert "the host agent of host 1 (pid " in result.output
+    assert [rank.pid for rank in mesh.status().ranks] == pids
+    assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
+    assert {host.state for host in mesh.hosts()} == {"ready"}
+
+
 def test_a_killed_rank_is_named_and_the_others_live(mesh: Mesh) -> None:
     # Last in this module: the mesh is not whole afterwards.
     future = mesh.run("import time\ntime.sleep(1000)", wait=False)
@@ -169,9 +188,7 @@ def test_light_ranks_need_no_torch() -> None:
 
 def test_a_lost_host_loses_its_ranks_and_the_others_live() -> None:
     with create_mesh(4, num_hosts=2, torch=False) as mesh:
-        host = int(
-            mesh.run("import os; open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]").values[3]
-        )
+        host = keeper_of(mesh.name, 1)
         future = mesh.run("import time\ntime.sleep(1000)", wait=False)
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         os.kill(host, signal.SIGKILL)

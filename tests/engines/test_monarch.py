@@ -25,6 +25,7 @@ from meshbook.errors import RankLost, StartError
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
 from tests.cluster.test_slurm import WhenWritten
+from tests.host_processes import keeper_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 needs_monarch = pytest.mark.monarch
@@ -208,9 +209,7 @@ def test_doctor_says_what_job_there_is_and_starts_none(tmp_path: Path, mark: str
 def test_a_lost_host_is_named_and_healed(mark: str) -> None:
     with start("monarch://process") as mesh:
         mesh.run("x = 10 + rank")
-        host = int(
-            mesh.run("import os; open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]").values[1]
-        )
+        host = keeper_of(mesh.name, 1)
         future = begin_to_sleep(mesh)
         os.kill(host, signal.SIGKILL)
         error = future.exception(WAIT_S)

@@ -73,7 +73,7 @@ class BufferChunk(Message):
     index: int
     data: bytes = b""
     error: str = ""  # why it cannot be had
-    left_out: int = 0  # bytes of the data that are not here, in a supervisor's standby
+    left_out: int = 0  # bytes of the data that are not here, in a standby
 
 
 class ShowNotice(Message):

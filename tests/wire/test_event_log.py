@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshbook.supervisor import event_log
-from meshbook.supervisor.event_log import EventLog, LoggedEvent
+from meshbook.wire import event_log
+from meshbook.wire.event_log import EventLog, LoggedEvent
 
 
 @pytest.fixture

@@ -19,17 +19,17 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import zmq
 
 from meshbook.clock import monotonic, wall
-from meshbook.supervisor.event_log import EventLog, LoggedEvent, fork_with_log
+from meshbook.wire.event_log import EventLog, LoggedEvent, fork_with_log
 from meshbook.wire.loop import Loop, OnFrames, Shorten, Timer, unchanged
 from meshbook.wire.processes import open_pidfd
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
-log = logging.getLogger("meshbook.supervisor")
+log = logging.getLogger("meshbook.standby")
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class ReplicatedLoop(Loop):
         on_takeover: called in the standby as it goes on as the first process; takes the time of the other's end.
     """
 
-    def __init__(self, *, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, *, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._event_clock = _EventClock()
         super().__init__(self._event_clock, on_error=on_error)
         self.on_takeover: Callable[[float], None] = lambda ended_at: None
@@ -85,7 +85,7 @@ class ReplicatedLoop(Loop):
         self._failed_forks = RateLimitedLog(log)
         self._abandoned: list[Any] = []  # sockets of the processes that this one was forked from: not to be touched
 
-    # ---- what the parts of the supervisor call
+    # ---- what handlers call
 
     def watch_socket(
         self, socket: zmq.Socket[bytes], on_frames: OnFrames, *, logged: bool = True, shorten: Shorten = unchanged
@@ -145,7 +145,7 @@ class ReplicatedLoop(Loop):
             self._stop_replaying()
             return look()
         if record.kind != _OBSERVATION:
-            _give_up("it has looked at something that the supervisor has not")
+            _give_up("it has looked at something that the first process has not")
         return pickle.loads(record.frames[0])  # type: ignore[no-any-return]  # written by the process we are a fork of
 
     def act(self, action: Callable[[], object], *, logged: bool = True) -> None:
@@ -239,7 +239,7 @@ class ReplicatedLoop(Loop):
 
     def _fork_later(self, why: str) -> None:
         """Go on without a standby, and try again to have one."""
-        self._failed_forks.warning("the supervisor has no standby: %s", why)
+        self._failed_forks.warning("this process has no standby: %s", why)
         super().call_later(_FORK_RETRY_S, self.diverge)
 
     def _release_held(self) -> None:
@@ -323,12 +323,12 @@ class ReplicatedLoop(Loop):
         self._poller = zmq.Poller()
         for fd in kept:
             self._poller.register(fd, zmq.POLLIN)
-        _close_sockets(kept)
+        _close_sockets({*kept, 0, 1, 2})  # those of a process that an ssh server has started are sockets
 
     def _replay(self, record: LoggedEvent) -> None:
         if (record.num_timers, record.num_actions) != (self._num_timers, self._num_actions):
             _give_up(
-                f"it has set {self._num_timers} timers and taken {self._num_actions} actions, the supervisor "
+                f"it has set {self._num_timers} timers and taken {self._num_actions} actions, the first process "
                 f"{record.num_timers} and {record.num_actions}"
             )
         if record.kind == _TIMER:
@@ -370,8 +370,8 @@ def _close_sockets(kept: set[int]) -> None:
                 os.close(int(name))
 
 
-def _give_up(why: str) -> Any:
-    """End a standby that has not come to the same state; the supervisor forks another one."""
+def _give_up(why: str) -> NoReturn:
+    """End a standby that has not come to the same state; the first process forks another one."""
     logging.disable(logging.NOTSET)
-    log.error("the standby has not come to the same state as the supervisor: %s; this is a defect of Meshbook", why)
+    log.error("the standby has not come to the state of the process that it follows: %s; a defect of Meshbook", why)
     os._exit(3)

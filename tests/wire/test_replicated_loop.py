@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("starts_processes")
 PROGRAM = """
 import os, signal, sys, logging
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
-from meshbook.supervisor.replicated_loop import ReplicatedLoop
+from meshbook.wire.replicated_loop import ReplicatedLoop
 
 loop = ReplicatedLoop(on_error=lambda error: print("failed:", error, flush=True))
 first = os.getpid()
@@ -155,14 +155,14 @@ def test_a_standby_that_ends_is_replaced_and_one_that_has_come_to_another_state_
     loop.call_later(0.01, differ)
     """)
     assert lines[:2] == ["took over 1", "knows 1 second"]
-    assert any("has not come to the same state as the supervisor" in line for line in lines[2:])
+    assert any("has not come to the state of the process that it follows" in line for line in lines[2:])
     assert any("another one is started" in line for line in lines[2:])
 
 
 def test_a_loop_without_descriptors_goes_on_without_a_standby_and_has_one_again_with_them() -> None:
     lines = run("""
     import resource
-    from meshbook.supervisor import replicated_loop
+    from meshbook.wire import replicated_loop
     replicated_loop._FORK_RETRY_S = 0.01
 
     def limit(number):
@@ -192,5 +192,5 @@ def test_a_loop_without_descriptors_goes_on_without_a_standby_and_has_one_again_
     assert lines == [
         "goes on None first",
         "took over 0",
-        "the supervisor has no standby: [Errno 24] Too many open files",
+        "this process has no standby: [Errno 24] Too many open files",
     ]

@@ -1,4 +1,4 @@
-"""The pipe in which a supervisor writes each event before it handles it, for its standby (`replicated_loop`)."""
+"""The pipe in which a process writes each event before it handles it, for its standby (`replicated_loop`)."""
 
 from __future__ import annotations
 
