@@ -32,9 +32,12 @@ def keepers_among(pids: Iterable[int]) -> list[int]:
 
 def keeper_of(mesh: str, host: int) -> int:
     """Return the keeper of a host of a mesh, which may be on a machine of the test bed."""
-    commands = {pid: _host_command(pid)[1:3] for pid in psutil.pids()}
-    names = {pid: [word.rpartition("/")[2] for word in words] for pid, words in commands.items()}
-    (keeper,) = keepers_among(pid for pid, found in names.items() if found == [mesh, str(host)])
+
+    def is_of_it(pid: int) -> bool:
+        name, number = [*_host_command(pid)[1:3], "", ""][:2]  # or the mesh's folder; elsewhere the name is longer
+        return name.rpartition("/")[2].startswith(mesh[:24]) and number == str(host)
+
+    (keeper,) = keepers_among(filter(is_of_it, psutil.pids()))
     return keeper
 
 
@@ -51,3 +54,8 @@ def kill_agent(mesh: str, host: int) -> int:
 def agent_of(keeper: int) -> int | None:
     """Return a keeper's host agent; None for the moment in which a standby is about to take its place."""
     return next(iter(forks_of(keeper)), None)
+
+
+def standby_of(keeper: int) -> int | None:
+    agent = agent_of(keeper)
+    return None if agent is None else next(iter(forks_of(agent)), None)

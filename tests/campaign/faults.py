@@ -24,6 +24,7 @@ from tests.budget import WAIT_S
 from tests.campaign.scene import Scene
 from tests.campaign.surroundings import memory_group
 from tests.connections import cut
+from tests.host_processes import agent_of, standby_of
 from tests.leaks import SHARED_MEMORY
 from tests.random_faults.harness import TookTooLong
 
@@ -100,6 +101,14 @@ def _run_out_of_memory(scene: Scene) -> None:
 def _kill_host(scene: Scene) -> None:
     host, _ = scene.host_ranks()
     os.kill(host, signal.SIGKILL)
+
+
+def _kill_host_agent(scene: Scene) -> None:
+    keeper, _ = scene.host_ranks()
+    agent = agent_of(keeper)
+    if agent is None or standby_of(keeper) is None:
+        return  # a standby is being forked
+    os.kill(agent, signal.SIGKILL)
 
 
 def _kill_fork_server(scene: Scene) -> None:
@@ -246,6 +255,7 @@ FAULTS = {
         Fault("interrupt storm", _interrupt_often, 2, stops=True),
         Fault("kernel restart", _restart_kernel, 2, mesh="kernel"),
         Fault("host killed", _kill_host, 1, "host", ("host",), mesh="hosts"),
+        Fault("host agent killed", _kill_host_agent, 1, mesh="hosts"),
         Fault("machine cut off", _cut_machine_off, 1, mesh="hosts"),
         Fault("supervisor killed", _kill_supervisor, 1),
         Fault("standby killed", _kill_standby, 1),

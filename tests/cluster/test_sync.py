@@ -15,10 +15,10 @@ import pytest
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.errors import CellError, StartError
+from meshbook.errors import CellError, StartError, SyncError
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
-from tests.host_processes import keepers_among
+from tests.host_processes import keepers_among, kill_agent
 from tests.kernel.frontend import kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
@@ -124,6 +124,26 @@ def test_a_machine_that_dies_while_files_travel_is_not_waited_for_and_has_them_w
     sizes = "import os\nsorted(os.path.getsize(name) for name in os.listdir() if name.endswith('bin'))"
     assert same(mesh, sizes) == [32 << 20] * 4
     assert not any(".incoming" in path for path in copies(bed))
+
+
+def test_a_host_agent_that_is_killed_while_files_travel_ends_the_sync_and_the_next_brings_all(
+    mesh: Mesh, project: Path, bed: Bed
+) -> None:
+    for number in range(4):
+        (project / f"large{number}.bin").write_bytes(os.urandom(32 << 20))
+
+    def kill() -> None:
+        when(lambda: any(".incoming" in path for path in copies(bed)))
+        kill_agent(mesh.name, 1)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(SyncError, match="n2: its host agent was killed while files came; sync again"):
+        mesh.sync()
+    thread.join(WAIT_S)
+    mesh.sync()
+    sizes = "import os\nsorted(os.path.getsize(name) for name in os.listdir() if name.endswith('bin'))"
+    assert same(mesh, sizes) == [32 << 20] * 4
 
 
 def test_a_file_that_changes_while_it_travels_has_the_contents_of_one_moment_on_each_machine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.budget import WAIT_S, when
 from tests.cluster.bed import Bed
-from tests.host_processes import agent_of, keepers_among
+from tests.host_processes import agent_of, keeper_of, keepers_among, standby_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
@@ -36,6 +37,35 @@ def test_a_large_value_reaches_every_rank_and_comes_back(mesh: Mesh, large: np.n
     mesh.push(large=large)
     values = mesh.pull("large")
     assert all(np.array_equal(values[rank], large) for rank in range(4))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+def test_a_value_on_its_way_when_a_host_agent_is_killed_is_whole_or_an_error_that_says_so(
+    mesh: Mesh, delay_s: float
+) -> None:
+    mesh.run("import numpy as np\nbig = np.full(4 << 20, 1.0 + rank)")  # 32 MiB
+    pids = [rank.pid for rank in mesh.status().ranks]
+    for up in (True, False):
+        keeper = keeper_of(mesh.name, 1)
+        when(lambda keeper=keeper: standby_of(keeper) is not None)  # type: ignore[misc]
+        agent = agent_of(keeper)
+        assert agent is not None
+        killer = threading.Timer(delay_s, lambda agent=agent: os.kill(agent, signal.SIGKILL))  # type: ignore[misc]
+        killer.start()  # any moment will do
+        if up:  # what the machine is asked for again is in its ranks' memory
+            assert all((value == 1.0 + rank).all() for rank, value in mesh.run("big", echo=False).values.items())
+        else:
+            try:
+                mesh.push(small=np.full(4 << 20, 7.0))
+                why = None
+            except CellError as error:
+                why = str(error)
+            assert why is not None or mesh.run("(small == 7.0).all()", echo=False).values.same()
+            assert why is None or "send it again" in why or "resend it" in why
+        killer.join()
+    assert [rank.pid for rank in mesh.status().ranks] == pids
+    mesh.push(small=np.full(4 << 20, 8.0))
+    assert mesh.run("(small == 8.0).all()", echo=False).values.same()
 
 
 def test_it_crosses_to_each_machine_once(mesh: Mesh, large: np.ndarray) -> None:

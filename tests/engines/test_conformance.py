@@ -152,7 +152,8 @@ def test_cells_output_and_values_go_on_when_the_supervisor_is_killed(mesh: Mesh)
     assert {host.state for host in mesh.hosts()} == {"ready"}
 
 
-def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh) -> None:
+@pytest.mark.parametrize("with_supervisor", [False, True], ids=["alone", "with the supervisor"])
+def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh, with_supervisor: bool) -> None:
     if len(mesh.hosts()) == 1:
         pytest.skip("its host is in the supervisor")
     mesh.run("import time")
@@ -160,6 +161,8 @@ def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh) -> None:
     source = "for step in range(100):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
     future = mesh.run(source, wait=False, echo=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    if with_supervisor:
+        os.kill(mesh.session.info.supervisor_pid, signal.SIGKILL)
     kill_agent(mesh.name, 1)
     result = future.result(WAIT_S)
     assert dict(result.values) == {rank: rank for rank in range(4)}

@@ -93,6 +93,30 @@ def test_what_differs_comes_and_what_is_gone_goes_with_its_folders_and_bytecode(
     assert bench.sync() == FilesSynced(CallId("s"))
 
 
+def test_a_sync_that_was_under_way_in_a_process_that_was_killed_is_an_error_and_the_next_brings_all_again(
+    bench: Bench,
+) -> None:
+    bench.write("a.py", "1")
+    bench.write("b.py", "1")
+    bench.sync()
+    bench.write("b.py", "2")
+    bench.write("new.py")
+
+    def begin_standby(request: messages.FetchFiles) -> None:
+        bench.copy._pid = -1
+        (bench.copy.path / "b.py").write_text("2")  # it may have come to this
+        (bench.copy.path / "new.py").write_text("x")
+
+    bench.before_serving = begin_standby
+    assert bench.sync().error == "its host agent was killed while files came; sync again"
+    bench.before_serving = lambda request: None
+    bench.write("b.py", "1")
+    (bench.project / "new.py").unlink()
+    assert bench.sync() == FilesSynced(CallId("s"), 2, 2, 1)
+    assert bench.there() == {"a.py": "1", "b.py": "1"}
+    assert bench.sync() == FilesSynced(CallId("s"))
+
+
 def test_a_module_that_changed_twice_in_a_second_is_not_run_from_its_old_bytecode(bench: Bench) -> None:
     bench.write("a.py", "1")
     bench.sync()

@@ -1,7 +1,8 @@
 """A mesh's own processes die at random moments of random work: what must go on without them does, and nothing is lost.
 
 Each round begins a work and, at a moment that the seed chooses, kills the supervisor, its standby or the fork server,
-or stops the supervisor for a while, alone or one after the other. The work must come to what it comes to without: each
+or stops the supervisor for a while, alone or one after the other; with hosts that are processes of their own, also a
+host agent or its standby. The work must come to what it comes to without: each
 line once, each value whole. Then the next cell must run on all ranks, within 5 s and with their variables. The
 supervisor's log must not say that a standby had diverged. Ranks are on one host, or on two that are processes of their
 own.
@@ -29,6 +30,7 @@ from meshbook.wire.processes import forks_of
 from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
 from tests.campaign.scene import fork_server_of
+from tests.host_processes import agent_of, keeper_of, standby_of
 
 RANKS = 2
 _NEXT_CELL_S = 5.0
@@ -41,6 +43,7 @@ class Killer:
     def __init__(self, mesh: Mesh, rng: random.Random) -> None:
         self._mesh, self._rng = mesh, rng
         self._rank_0 = mesh.status().ranks[0].pid
+        self._keepers = [keeper_of(mesh.name, host) for host in range(len(mesh.hosts()))] if mesh.hosts()[1:] else []
         self.done: list[str] = []
         self._thread = threading.Thread(target=self._kill)
 
@@ -51,25 +54,52 @@ class Killer:
         self._thread.join()
 
     def _kill(self) -> None:
-        first = self._rng.choice(["supervisor", "supervisor", "standby", "fork server", "stopped supervisor"])
-        second = self._rng.choice([None, None, "supervisor", "fork server"])
+        firsts = ["supervisor", "supervisor", "standby", "fork server", "stopped supervisor"]
+        seconds = [None, None, "supervisor", "fork server"]
+        if self._keepers:
+            firsts += ["host agent", "host agent", "host agent", "host standby", "stopped host agent"]
+            seconds += ["host agent", "host agent"]
+        first, second = self._rng.choice(firsts), self._rng.choice(seconds)
         for victim in [first] if second is None else [first, second]:
             pause = self._rng.choice([0.0, 0.02, 0.1, 0.4, 2.0]) * self._rng.random()
             time.sleep(pause)
             supervisor = self._mesh.session.info.supervisor_pid
-            for pid in self._pids(victim, supervisor):
+            if victim.endswith(("host agent", "host standby")):
+                self._hit_host(victim, self._rng.choice(self._keepers))
+                self.done.append(f"{victim} after {pause:.3f} s")
+                continue
+            hit = self._pids(victim, supervisor)
+            for pid in hit:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP if victim == "stopped supervisor" else signal.SIGKILL)
             self.done.append(f"{victim} after {pause:.3f} s")
             if victim == "stopped supervisor":
                 time.sleep(self._rng.random())
                 os.kill(supervisor, signal.SIGCONT)
+            elif victim == "standby":
+                when(lambda hit=hit, of=supervisor: set(forks_of(of)) - set(hit), "that there is another")  # type: ignore[misc]
             elif victim == "supervisor":
                 when(
                     lambda former=supervisor: self._mesh.session.info.supervisor_pid != former,  # type: ignore[misc]
                     "that a standby takes over",
                     within_s=_NEXT_CELL_S,
                 )
+
+    def _hit_host(self, victim: str, keeper: int) -> None:
+        """Kill a host's agent or its standby, perhaps after the agent has stood still; wait until there are both."""
+        agent, standby = agent_of(keeper), standby_of(keeper)
+        assert agent is not None
+        if victim == "stopped host agent":
+            os.kill(agent, signal.SIGSTOP)
+            time.sleep(self._rng.random())
+        hit = standby if victim == "host standby" else agent
+        if hit is not None:
+            os.kill(hit, signal.SIGKILL)
+        when(
+            lambda: hit not in (agent_of(keeper), standby_of(keeper)) and standby_of(keeper) is not None,
+            "that a host's standby takes over",
+            within_s=_NEXT_CELL_S,
+        )
 
     def _pids(self, victim: str, supervisor: int) -> list[int]:
         match victim:

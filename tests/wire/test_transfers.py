@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshbook.wire import codec
 from meshbook.wire.buffers import SegmentPool, SegmentReader
-from meshbook.wire.messages import FetchChunk, InlineBuffer, Payload, SharedBuffer
+from meshbook.wire.messages import BufferChunk, FetchChunk, InlineBuffer, Payload, SharedBuffer
 from meshbook.wire.shared_buffers import find_shared, replace_shared
-from meshbook.wire.transfers import CHUNK_BYTES, BufferFetcher, Copies, serve_chunk
+from meshbook.wire.transfers import CHUNK_BYTES, BufferFetcher, Copies, serve_chunk, without_data
 
 
 class Ends:
@@ -102,3 +103,22 @@ def test_buffers_are_found_and_replaced_wherever_they_are() -> None:
     replaced = replace_shared(message, {first: copy})
     assert find_shared(replaced) == [copy, second]
     assert find_shared(message) == [first, second]
+
+
+def test_a_standby_is_given_the_size_of_a_large_chunk_and_comes_to_the_same(ends: Ends) -> None:
+    ends.fetch(shared(ends, CONTENTS[2]))
+    while ends.requests:
+        body = codec.encode_body(serve_chunk(ends.requests.popleft()))
+        chunk = codec.host_commands.decode_body(without_data(body, codec.host_commands))
+        assert isinstance(chunk, BufferChunk)
+        assert len(chunk.data) + chunk.left_out in (CHUNK_BYTES, 17)
+        ends.fetcher.handle(chunk)
+    assert isinstance(ends.found[0], dict)
+
+
+def test_all_that_is_on_its_way_can_be_ended_with_a_reason(ends: Ends) -> None:
+    for _ in range(2):
+        ends.fetch(shared(ends, CONTENTS[3]))
+    ends.fetcher.cancel_all("it was killed")
+    assert ends.found == ["it was killed"] * 2
+    assert ends.here.used_bytes == 0

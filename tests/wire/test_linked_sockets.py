@@ -1,0 +1,76 @@
+"""Both ends of linked sockets in one process, of which the DEALER's goes on in another socket: as in a standby."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from meshbook.wire.linked_sockets import LinkedDealer, LinkedRouter
+from meshbook.wire.loop import Loop
+from tests.budget import when
+
+HELLO = b"it is me"
+
+
+class Ends:
+    def __init__(self, folder: Path) -> None:
+        self.loop, self.context = Loop(), zmq.Context[zmq.Socket[bytes]]()
+        self.up: list[bytes] = []
+        self.down: list[bytes] = []
+        self.hellos: list[list[bytes]] = []
+        socket = self.context.socket(zmq.ROUTER)
+        address = f"ipc://{folder}/router"
+        socket.bind(address)
+        self.router = LinkedRouter(self.loop, socket, self._on_message, self._on_hello, handover=True)
+        self.acts = True
+        self.dealer = LinkedDealer(self.context, address, b"dealer", act=lambda send: self.acts and send())
+        self.dealer.introduce(HELLO)
+        self.turn_until(lambda: self.hellos)
+
+    def _on_message(self, identity: bytes, body: bytes) -> None:
+        self.up.append(body)
+
+    def _on_hello(self, identity: bytes, frames: list[bytes]) -> None:
+        self.hellos.append(frames)
+        self.router.open_peer(identity)
+
+    def turn_until(self, is_done: object) -> None:
+        def seen() -> object:
+            self.loop.run_once(0.005)
+            while self.dealer.socket.poll(0):
+                body = self.dealer.accept(self.dealer.socket.recv_multipart())
+                if body is not None:
+                    self.down.append(body)
+            return is_done()  # type: ignore[operator]
+
+        when(seen)
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    ends = Ends(tmp_path)
+    yield ends
+    ends.router.close()
+    ends.dealer.close()
+    ends.context.destroy(linger=0)
+
+
+def test_a_dealer_in_another_process_gets_and_sends_what_was_lost_while_its_former_connection_is_open(
+    ends: Ends,
+) -> None:
+    ends.dealer.send(b"1")
+    ends.turn_until(lambda: ends.up == [b"1"])
+    former = ends.dealer.socket
+    ends.acts = False
+    ends.dealer.send(b"2")  # is lost with the process
+    ends.acts = True
+    ends.router.send(b"dealer", b"first")  # and this arrives in its socket
+    ends.dealer.reopen(ends.context)
+    ends.dealer.send(b"3")
+    ends.router.send(b"dealer", b"second")
+    ends.turn_until(lambda: len(ends.up) >= 3 and len(ends.down) >= 2)
+    assert (ends.up, ends.down) == ([b"1", b"2", b"3"], [b"first", b"second"])
+    former.close(linger=0)
