@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,12 @@ from meshbook.rank.differences.rerun import BadOperation
 from meshbook.rank.tensors import watched_ops
 from meshbook.rank.tensors.engine import CurrentOp
 from meshbook.rank.tensors.lowering import Lowering
+from meshbook.wire.messages import Frame
 
 aten = torch.ops.aten
+
+
+LINES = (Frame("step.py", 4, "step"),)
 
 
 class Batch:
@@ -30,7 +34,7 @@ def found_in(step: Callable[..., Sequence[torch.Tensor]], first: torch.Tensor, s
     found: list[str] = []
 
     def note(operation: BadOperation, line: str, collectives: tuple[int, int]) -> None:
-        found.append(operation.op)
+        found.append(operation.op if operation.phase == "remote" else f"{operation.op} {operation.phase}, {line}")
 
     def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
@@ -38,9 +42,9 @@ def found_in(step: Callable[..., Sequence[torch.Tensor]], first: torch.Tensor, s
     function = lowering.compile(results)
     ops = RemoteOps(Batch(), lambda: not found, lambda: 0, note, unguarded)
     with torch.no_grad():
-        got = function.watched.run([second.clone()], [], ops.of_recorded(()))
+        got = function.watched.run([second.clone()], [], ops.of_recorded(LINES))
         wanted = function.run([second.clone()], [])
-    assert all(torch.equal(one, other) or bool(one.isnan().any()) for one, other in zip(got, wanted, strict=True))
+    assert all(torch.equal(one, other) or not one.isfinite().all() for one, other in zip(got, wanted, strict=True))
     return found
 
 
@@ -97,6 +101,45 @@ def test_masks_of_negative_infinity_are_no_finding_before_softmax_or_in_place_af
         return [aten.mm.default(weights, x), scores]
 
     assert found_in(step, torch.rand(4, 4), torch.rand(4, 4)) == []
+
+
+class Flaky:
+    """An operation that gives another number in its second call, which is that of the watched step."""
+
+    def __init__(self, number: float) -> None:
+        self.number, self.num_calls = number, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.full_like(x, self.number) if self.num_calls == 2 else x.clone()
+
+
+@pytest.fixture
+def flaky() -> Iterator[Flaky]:
+    operation = Flaky(torch.nan)
+    with torch.library._scoped_library("meshbook_test", "FRAGMENT") as library:
+        library.define("flaky(Tensor x) -> Tensor")
+        library.impl("flaky", operation, "CPU")
+        yield operation
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_bad_when_they_are_computed_again_are_told_all_the_same(
+    flaky: Flaky, number: float
+) -> None:
+    def step(x: Any) -> list[Any]:
+        drawn = torch.ops.meshbook_test.flaky(aten.mul.Tensor(x, x))
+        return [aten.mm.default(drawn, drawn), aten.add.Tensor(x, x)]
+
+    flaky.number = number
+    assert found_in(step, torch.rand(4, 4), torch.rand(4, 4)) == ["mm not repeated, step.py, line 4 in step"]
+
+
+def test_sums_too_large_for_their_dtype_are_no_finding() -> None:
+    def step(x: Any) -> list[Any]:
+        return [aten.mul.Tensor(aten.add.Tensor(x, x), 3e38)]
+
+    assert found_in(step, torch.rand(4, 4) * 0.1, torch.full((4, 4), 0.5)) == []
 
 
 def test_numbers_of_a_piece_of_what_was_split_are_seen() -> None:

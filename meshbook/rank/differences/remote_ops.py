@@ -6,6 +6,7 @@ over the mesh the sentinel's own hooks look, which name the module.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from meshbook.rank.differences.numbers import Place
 from meshbook.rank.differences.rerun import BadOperation, describe_bad
 from meshbook.rank.tensors import execution, watching
 from meshbook.rank.tensors.engine import GENERATED_CODE, CurrentOp
-from meshbook.rank.tensors.lowering_passes import BEGIN, FloatRef, TensorRef
+from meshbook.rank.tensors.lowering_passes import BEGIN, CallNode, FloatRef, TensorRef
 from meshbook.rank.tensors.templates import CompiledTemplate
 from meshbook.rank.tensors.watched_ops import (
     MAX_BYTES,
@@ -120,7 +121,9 @@ class RemoteOps:
 
     def of_recorded(self, frames: Sequence[Frame | None]) -> RecordedWatcher:
         self.look()
-        return _RecordedOps(self.search, frames, self._is_watched, self._count_collectives, self._guarded)
+        return _RecordedOps(
+            self.search, self._not_repeated, frames, self._is_watched, self._count_collectives, self._guarded
+        )
 
     def run(self, template: CompiledTemplate, inputs: list[Any], floats: Sequence[float], issued: Issued) -> Any:
         before = self._kinds_before(template, inputs) if template.mutates else None
@@ -184,10 +187,10 @@ class RemoteOps:
             self.search(ran)
         return False
 
-    def search(self, ran: Iterable[_RanOp]) -> None:
-        """Report the first bad operation of these, if there is one."""
+    def search(self, ran: Iterable[_RanOp]) -> bool:
+        """Report the first bad operation of these; return whether there was one."""
         if not self._is_watched():
-            return
+            return False
         for each in ran:
             if each.is_view:
                 continue
@@ -196,7 +199,15 @@ class RemoteOps:
                 op, dtype, size = bad
                 line = self._line_of(each.issued)
                 self._found(BadOperation("", op, "remote", None, dtype, size), line, each.collectives)
-                return
+                return True
+        return False
+
+    def _not_repeated(self, op: str, first: Issued, last: Issued) -> None:
+        """Report a result that was not finite, and is finite now that the operations between two lines ran again."""
+        if self._is_watched():
+            lines = [self._line_of(issued) for issued in (first, last)]
+            line = " to ".join(dict.fromkeys(filter(None, lines)))
+            self._found(BadOperation("", op, "not repeated", None, "", None), line, (0, 0))
 
     def _line_of(self, issued: Issued) -> str:
         current = self._tensors.current_op(issued if isinstance(issued, int) else None)
@@ -208,7 +219,8 @@ class _RecordedOps:
 
     def __init__(
         self,
-        search: Callable[[Iterable[_RanOp]], None],
+        search: Callable[[Iterable[_RanOp]], bool],
+        not_repeated: Callable[[str, Issued, Issued], None],
         frames: Sequence[Frame | None],
         is_watched: Callable[[], bool],
         count_collectives: Callable[[], int],
@@ -216,9 +228,12 @@ class _RecordedOps:
     ) -> None:
         """
         Args:
+            search: reports the first bad operation of these; returns whether there was one.
+            not_repeated: takes an operation whose bad result did not come again, and the lines between which it began.
             frames: the notebook's lines of the step's operations.
         """
-        self._search, self._frames, self._is_watched = search, frames, is_watched
+        self._search, self._not_repeated = search, not_repeated
+        self._frames, self._is_watched = frames, is_watched
         self._are_finite = True  # those of the last window
         self._num_before = count_collectives()
         self.num_collectives = count_collectives
@@ -236,7 +251,19 @@ class _RecordedOps:
         return numbers.kinds(numbers.tensors_in(others if self._are_finite else (*known, *others)))
 
     def _find_first(self, window: Window, values: dict[str, Any]) -> None:
-        self._search(self._repeat(window, values))
+        if self._search(self._repeat(window, values)):
+            return
+        for index, node in enumerate(window.nodes, window.first):
+            unread = [values[name] for name in results_of(node) if name in window.unread]
+            again = numbers.totals_of(unread)
+            before: list[torch.Tensor] = values.get(f"t{index}") or []
+            if any(itertools.starmap(_has_changed, zip(before, again, strict=True))):
+                op = kind_of(node.called).name
+                self._not_repeated(op, self._frame_of(window.nodes[0]), self._frame_of(node))
+                return
+
+    def _frame_of(self, node: CallNode) -> Frame | None:
+        return self._frames[node.op_index] if node.op_index < len(self._frames) else None
 
     def _repeat(self, window: Window, values: dict[str, Any]) -> Iterator[_RanOp]:
         """Yield the operations of a window with what they read and give: what was not held is computed again."""
@@ -258,10 +285,15 @@ class _RecordedOps:
                 _tensors_among(leaves),
                 [leaf for leaf in leaves if isinstance(leaf, float)],
                 [values[name] for name in results_of(node)],
-                self._frames[node.op_index] if node.op_index < len(self._frames) else None,
+                self._frame_of(node),
                 (0, 0) if last is None else (self._num_before, last),
                 values["before"] if window.overwrites else None,
             )
+
+
+def _has_changed(total: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether a sum was not finite, and another number now. The same infinity is of a mask, or of numbers too large."""
+    return not numbers.is_finite(total) and repr(total.item()) != repr(again.item())
 
 
 def _tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -18,6 +18,12 @@ from meshbook.wire.messages import NumberFinding
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of a checkpoint of activations
 
 
+_NOT_REPEATED = (
+    "computed again it was not, so that an operation up to it gives other numbers each time. Run the step without "
+    "meshbook.record, where the numbers themselves are looked at, to see which"
+)
+
+
 class ModuleNames:
     """Names modules by paths from the user's names: those of the namespace, and of functions that run."""
 
@@ -86,12 +92,16 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
             where = f"the input of {found.module}"
         case "remote":
             where = f"{found.op} (remote)"
+        case "not repeated":
+            where = f"a result of {found.op} (remote)"
         case _:
             where = f"{' '.join(filter(None, [found.module, found.op])) or 'outside of modules'} ({found.phase})"
     step = "" if found.step is None else f"step {found.step}"
     text = f"first non-finite: {', '.join(filter(None, [step, f'rank {rank}', where, found.line]))}"
     if found.input_max is not None:
         text += f"; input max {found.input_max:.2g} in {found.dtype}"
+    if found.phase == "not repeated":
+        text += f"; {_NOT_REPEATED}"
     if found.parameter:
         text += f"; first bad gradient: {found.parameter}"
     found = found if found.collective else with_carrier(found, carried)
