@@ -36,11 +36,14 @@ SETUP = """
 import sys, time
 sys.path.insert(0, {root!r})
 from benchmarks import gpt
+from meshbook.rank.differences.hooks import TrainingHooks
 from meshbook.rank.differences.sentinel import Sentinel
 
 torch.set_num_threads(1)
 groups = dist.group.WORLD._owner
-sentinel = Sentinel(rank, globals(), groups.ring, groups.observers, print, lambda file: None)
+sentinel = Sentinel(
+    rank, globals(), groups.ring, groups.observers, lambda: groups.store, TrainingHooks(), print, lambda file: None
+)
 
 def block(step, steps, watched):
     "CPU seconds of this thread for so many steps."

@@ -1,4 +1,4 @@
-"""The hooks of a sentinel in torch: on all modules, all optimizers of torch.optim, and `torch.autograd.backward`."""
+"""The hooks of a sentinel in torch: on modules, optimizers of torch.optim, scalers and `torch.autograd.backward`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Watcher(Protocol):
 
     def before_update(self, optimizer: Any, *_: Any) -> None: ...
 
+    def before_scaling(self, losses: Any) -> None:
+        """A GradScaler scales losses, and may skip the step of their gradients."""
+
+    def scaling_ended(self) -> None:
+        """A GradScaler has been updated, after the steps, or after skipping them."""
+
 
 class TrainingHooks:
     """The hooks of one watcher after the other. Main thread.
@@ -46,6 +52,7 @@ class TrainingHooks:
         self._after_forward = self._guarded(lambda: self._watcher.after_forward)
         self._on_one: Any = None  # the hook of `watch_only`
         self._original_backward: Any = None
+        self._of_scalers: Any = None  # the original methods of GradScaler
         self.is_in_backward = False
         self.failure: Exception | None = None
 
@@ -78,7 +85,26 @@ class TrainingHooks:
                 self.is_in_backward = False
 
         torch.autograd.backward = backward
+        self._install_on_scalers(self.guarded(watcher.before_scaling), self.guarded(watcher.scaling_ended))
         warnings.filterwarnings("ignore", compiled.HOOKS_WARNING)
+
+    def _install_on_scalers(self, before_scaling: Callable[..., None], scaling_ended: Callable[..., None]) -> None:
+        original_scale, original_update = self._of_scalers = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+
+        @functools.wraps(original_scale)
+        def scale(self: Any, outputs: Any) -> Any:
+            if self.is_enabled():
+                before_scaling(outputs)
+            return original_scale(self, outputs)
+
+        @functools.wraps(original_update)
+        def update(self: Any, *args: Any, **kwargs: Any) -> None:
+            original_update(self, *args, **kwargs)
+            if self.is_enabled():
+                scaling_ended()
+
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = update  # type: ignore[method-assign]
 
     def watch_only(self, module: nn.Module) -> None:
         """Until `end_watching_only`, call the watcher for this module alone, which has begun: at its end.
@@ -109,6 +135,7 @@ class TrainingHooks:
         self._on_steps = None
         warnings.filters[:] = [each for each in warnings.filters if not _is_about_hooks(each)]  # type: ignore[index]
         torch.autograd.backward = self._original_backward
+        torch.amp.GradScaler.scale, torch.amp.GradScaler.update = self._of_scalers  # type: ignore[method-assign]
 
     def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that does not raise, and that is not called any more after a failure: it returns None."""

@@ -12,6 +12,7 @@ import torch
 from meshbook.rank.differences import losses, numbers, rerun
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
+from meshbook.rank.differences.overflows import Overflow
 from meshbook.rank.differences.remote_ops import PlaceNames
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
@@ -88,6 +89,13 @@ class KeptCalls:
             operation.dtype,
             operation.input_max,
         )
+
+    def describe_overflow(self, overflow: Overflow) -> NumberFinding:
+        """Return a finding about a sum over ranks, without its text."""
+        at = overflow.collective
+        place = None if at.line is None else (at.line.file, at.line.line, at.line.function)
+        operation = BadOperation("", at.op, "sum over ranks", None, overflow.dtype, None)
+        return with_carrier(self.describe(None, operation, place, line=overflow.line), at)
 
     def explain_outputs(self, call: ModuleCall) -> BadOperation | None:
         if numbers.kinds(numbers.tensors_in((call.args, call.kwargs))) - {"-inf"}:

@@ -65,6 +65,11 @@ class RemoteTraining:
         """Whether operations are not to be looked at: in a step, or while a finding is held."""
         return self._in_step is not None or bool(self._held)
 
+    @property
+    def is_scaling(self) -> bool:
+        """Whether a scaler of the notebook scales."""
+        return self._is_scaling
+
     def note(self, found: NumberFinding | None) -> None:
         """Report a finding, or hold it; None: another rank has it."""
         if not self._is_scaling:

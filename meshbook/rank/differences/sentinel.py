@@ -35,6 +35,7 @@ from meshbook.rank.differences.hooks import TrainingHooks
 from meshbook.rank.differences.kept_calls import KeptCalls
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
+from meshbook.rank.differences.overflows import GivenBad
 from meshbook.rank.differences.remote_ops import PlaceNames, RemoteOps, RunningOps
 from meshbook.rank.differences.remote_training import RemoteTraining
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall
@@ -60,12 +61,14 @@ class Sentinel:
         namespace: Mapping[str, Any],
         ring: CollectiveRing,
         observers: list[Observer],
+        store: Callable[[], Any],
         hooks: TrainingHooks,
         notify: Callable[[str], None],
         cell_title: Callable[[str], str | None],
     ) -> None:
         """
         Args:
+            store: returns what all ranks of the mesh share.
             hooks: that no other sentinel has installed.
             notify: shows a sentence under the running cell.
             cell_title: returns "cell 12" for the file of a cell.
@@ -73,7 +76,7 @@ class Sentinel:
         self._rank, self._names, self._ring = rank, ModuleNames(namespace), ring
         self._observers, self._notify, self._places = observers, notify, PlaceNames(cell_title)
         self._main_thread = threading.get_ident()
-        self._inputs = CollectiveInputs(rank)
+        self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.name_remote)
         self._norms = GradientNorms()
         self._hooks = hooks
         self._findings: list[NumberFinding] = []
@@ -83,6 +86,7 @@ class Sentinel:
         self._calls = KeptCalls(self._names, self._places, self._inputs, self._step)
         self._pending: NumberFinding | None = None  # found, and not yet reported
         self._with_collectives: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # of the running call
+        self._is_scaling = False  # by a scaler of a cell: bad gradients are no fault until a step is taken with them
         self._is_quiet = False  # what is bad now has been reported, or came from elsewhere
         self._training = RemoteTraining(self, self._calls, self._places, self._hooks.guarded)
         self._ops: RemoteOps | None = None  # while a batch of operations on remote tensors runs
@@ -214,6 +218,22 @@ class Sentinel:
     # ---- backward, and the update
 
     def before_backward(self, loss: torch.Tensor) -> None:
+        if not self._is_scaling:  # else the loss was looked at before it was scaled
+            self._look_at_loss(loss)
+
+    def before_scaling(self, losses: Any) -> None:
+        self._look_for_overflow()
+        for loss in numbers.tensors_in(losses):
+            self._look_at_loss(loss)
+        self._is_scaling = True
+
+    def scaling_ended(self) -> None:
+        if threading.get_ident() == self._main_thread:
+            self._report_pending()
+            self._is_scaling = False
+            self._forget_step()  # which may have been skipped
+
+    def _look_at_loss(self, loss: torch.Tensor) -> None:
         if self._calls.stack is not None or not self.is_looking or loss.numel() != 1 or loss.is_cuda:
             return
         part = numbers.part_here(loss)
@@ -223,7 +243,7 @@ class Sentinel:
         self._pending = self._calls.explain_loss(loss, place)
 
     def before_update(self, optimizer: Any, *_: Any) -> None:
-        if self._calls.stack is not None or threading.get_ident() != self._main_thread:
+        if self._calls.stack is not None or threading.get_ident() != self._main_thread or _skips_by_itself(optimizer):
             return
         self._num_updates += 1
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -231,6 +251,8 @@ class Sentinel:
             self._notify(compiled.BLIND_SPOT)
         self._check_outputs()
         is_finite = self._norms.check(parameters)
+        if not is_finite:
+            self._is_scaling = False  # or no scaler skips this step
         if not is_finite and self.is_looking:
             self.take(self._calls.explain_gradients(parameters))
         exploding = self._norms.exploding if is_finite else None
@@ -276,11 +298,22 @@ class Sentinel:
 
     def _report_pending(self) -> None:
         """Print what was found, with the collective that carried it on."""
+        self._look_for_overflow()
         found, self._pending = self._pending, None
         if found is None:
             return
         self._is_quiet = True
         self._add(with_text(found, self._rank, self._inputs.first_bad()))
+
+    def _look_for_overflow(self) -> None:
+        """Take a sum over ranks that is too large in place of what was found, which follows from it.
+
+        One while a scaler scales is for the scaler, as bad gradients are.
+        """
+        overflow = self._inputs.first_overflow()
+        if overflow is not None and not (self._is_scaling or self._training.is_scaling):
+            self._pending = self._calls.describe_overflow(overflow) if overflow.is_reported_here else None
+            self._is_quiet = True
 
     def _add(self, finding: NumberFinding) -> None:
         if len(self._findings) < _MAX_FINDINGS:
@@ -298,6 +331,12 @@ class Sentinel:
     def _step(self) -> int | None:
         step = self._places.step()
         return self._num_updates if step is None and not self._places.are_remote else step
+
+
+def _skips_by_itself(optimizer: Any) -> bool:
+    """Whether a fused optimizer skips this step, as its scaler says it is to."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 
 
 def _frame_of_caller() -> Any:

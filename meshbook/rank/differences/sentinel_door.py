@@ -48,7 +48,14 @@ class SentinelDoor:
         groups = self._groups.process_groups
         observers = [] if groups is None else groups.observers
         self._sentinel = Sentinel(
-            self._rank, self._namespace, self._groups.ring, observers, self._hooks, self._notify, self._cell_title
+            self._rank,
+            self._namespace,
+            self._groups.ring,
+            observers,
+            lambda: None if groups is None else groups.store,
+            self._hooks,
+            self._notify,
+            self._cell_title,
         )
         self._sentinel.arm()
 

@@ -1,20 +1,26 @@
-"""What this rank gave to its collectives since the last update, and got: sums, read when something is wrong."""
+"""What this rank gave to its collectives since the last update, and got: sums, read when something is wrong.
+
+Of reductions of a CPU's tensors both are read at once, for sums that no rank gave bad numbers to (`overflows`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meshbook.rank.differences import numbers
 from meshbook.rank.differences.numbers import Place
+from meshbook.rank.differences.overflows import GivenBad, Overflow
 from meshbook.rank.process_groups.ring import Collective
 
 _MAX_INPUTS = 1024
 # Collectives whose input is the second argument; of the others it is the first.
 _INPUT_IS_SECOND = ("all_gather", "all_to_all", "reduce_scatter", "gather")
 _WITHOUT_INPUT = ("scatter", "barrier")
+_REDUCTIONS = ("all_reduce", "reduce")
 _UNKNOWN = torch.tensor(torch.nan)
 
 
@@ -26,8 +32,15 @@ class CollectiveInputs:
         watches_results: whether what collectives give is summed too.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, given_bad: GivenBad, line: Callable[[], str]) -> None:
+        """
+        Args:
+            line: returns the notebook's line that issued the operation on remote tensors that runs; empty: none runs.
+        """
         self._rank, self.num_received = rank, 0
+        self._given_bad, self._line = given_bad, line
+        self._finite: dict[int, str] = {}  # reductions to which this rank gave finite numbers, with the notebook's line
+        self._suspects: list[tuple[Collective, str, str]] = []  # whose results are not; with line and dtype
         self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
         self.watches_results = False
         self._results: dict[int, list[torch.Tensor]] = {}  # sums of results, by the collective's number
@@ -41,17 +54,39 @@ class CollectiveInputs:
         if op in _WITHOUT_INPUT or self._only_receives(collective, arguments):
             return
         at = 1 if op.startswith(_INPUT_IS_SECOND) else 0
-        for tensor in numbers.tensors_in(arguments[at] if len(arguments) > at else ()):
-            part = numbers.part_here(tensor)
-            if part is not None:
-                self._totals.append((collective, numbers.total(part)))
+        given = numbers.tensors_in(arguments[at] if len(arguments) > at else ())
+        parts = [part for tensor in given if (part := numbers.part_here(tensor)) is not None]
+        totals = list(map(numbers.total, parts))
+        self._totals += [(collective, total) for total in totals]
+        if parts and op.startswith(_REDUCTIONS) and parts[0].device.type == "cpu":
+            if _are_bad(parts, totals):
+                self._given_bad.note(collective)
+            else:
+                self._finite[collective.seq] = self._line()
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         # A receive may be begun long before its numbers come.
         self.num_received += self._only_receives(collective, arguments)
+        if (line := self._finite.pop(collective.seq, None)) is not None:
+            self._look_at_reduction(collective, arguments, line)
         if self.watches_results and len(self._results) < _MAX_INPUTS:
             parts = map(numbers.part_here, numbers.tensors_in(arguments[:1]))
             self._results[collective.seq] = [numbers.total(part) for part in parts if part is not None]
+
+    def _look_at_reduction(self, collective: Collective, arguments: tuple[Any, ...], line: str) -> None:
+        if collective.op == "reduce" and not self._is_source(collective, arguments):
+            return
+        parts = [part for got in numbers.tensors_in(arguments[:1]) if (part := numbers.part_here(got)) is not None]
+        if _are_bad(parts, list(map(numbers.total, parts))):
+            self._suspects.append((collective, line, str(parts[0].dtype).removeprefix("torch.")))
+
+    def first_overflow(self) -> Overflow | None:
+        """Return the first sum over ranks since the last time that is too large, of numbers that were all finite."""
+        suspects, self._suspects = self._suspects, []
+        for collective, line, dtype in suspects:
+            if self._given_bad.is_by_nobody(collective):
+                return Overflow(collective, line, dtype, self._given_bad.is_first_to_report(collective))
+        return None
 
     def failed(self, collective: Collective, error: BaseException) -> None:
         pass
@@ -84,6 +119,7 @@ class CollectiveInputs:
     def clear(self) -> None:
         self._totals.clear()
         self._results.clear()
+        self._suspects.clear()
 
     def _only_receives(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
         is_from_one = collective.op in ("broadcast", "scatter")
@@ -93,3 +129,7 @@ class CollectiveInputs:
         root = getattr(arguments[-1], "rootRank", None)
         ranks = collective.group_ranks
         return isinstance(root, int) and root < len(ranks) and ranks[root] == self._rank
+
+
+def _are_bad(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> bool:
+    return not all(map(numbers.is_finite, totals)) and bool(numbers.kinds(parts))

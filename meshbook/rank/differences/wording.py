@@ -24,6 +24,12 @@ _NOT_REPEATED = (
 )
 
 
+_OVERFLOW = (
+    "each rank gave finite numbers, and their sum is too large for {dtype}. Divide before the sum, or reduce in a "
+    "wider dtype"
+)
+
+
 class ModuleNames:
     """Names modules by paths from the user's names: those of the namespace, and of functions that run."""
 
@@ -97,6 +103,11 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
         case _:
             where = f"{' '.join(filter(None, [found.module, found.op])) or 'outside of modules'} ({found.phase})"
     step = "" if found.step is None else f"step {found.step}"
+    if found.phase == "sum over ranks":  # of which no rank is to blame
+        where = f"{found.collective} of {name_ranks(found.reached)} ({found.phase})"
+        parts = [step, where, found.line]
+        text = f"first non-finite: {', '.join(filter(None, parts))}; {_OVERFLOW.format(dtype=found.dtype)}"
+        return msgspec.structs.replace(found, text=text)
     text = f"first non-finite: {', '.join(filter(None, [step, f'rank {rank}', where, found.line]))}"
     if found.input_max is not None:
         text += f"; input max {found.input_max:.2g} in {found.dtype}"

@@ -73,7 +73,8 @@ class NumberFinding(Struct, frozen=True, gc=False):
     step: int | None  # the user's, else the updates since the sentinel was switched on; None: of remote tensors
     module: str  # "model.layers.17.attn"; empty: outside of modules
     op: str  # "softmax"; empty: not known
-    phase: str  # "input", "parameter", "forward", "backward", "loss", "gradient", "remote", "not repeated"
+    # "input", "parameter", "forward", "backward", "loss", "gradient", "remote", "not repeated", "sum over ranks"
+    phase: str
     line: str  # "cell 12, line 31 in forward"
     dtype: str = ""  # of the operation's input
     input_max: float | None = None  # the largest magnitude among its finite inputs
