@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from meshbook.rank.process_groups.prompt_clock import PromptClock
 from tests.budget import WAIT_S, when
 from tests.rank.worlds import ForkServer, RankContext, World
 
@@ -658,3 +659,70 @@ def test_gloo_listens_on_loopback_when_all_ranks_are_here(watched: World) -> Non
     for found in watched.run(listeners):
         assert found
         assert set(found) == {"127.0.0.1"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# At a prompt
+
+
+# Waits with a limit of their own, and the rank that comes to them first.
+LIMITED = [("all_reduce", 0), ("all_reduce", 1), ("recv", 0), ("monitored_barrier", 0), ("monitored_barrier", 1)]
+
+
+def open_prompt(here: RankContext) -> None:
+    clock = here.stored["clock"] = PromptClock()
+    here.groups.table.clock = clock.now
+    for group in here.groups.table:
+        group.health.clock = clock.now
+    clock.hold(True)
+
+
+def close_prompt(here: RankContext) -> None:
+    here.stored["clock"].hold(False)
+
+
+def wait_with_a_short_limit(here: RankContext, op: str) -> float:
+    """Of what both ranks are to join."""
+    import torch
+    import torch.distributed as dist
+
+    x, limit = torch.ones(1), datetime.timedelta(seconds=0.2)
+    if op == "monitored_barrier":
+        dist.monitored_barrier(timeout=limit)
+    elif op == "recv" and here.rank == 1:
+        dist.send(x * 2, 0)
+    else:
+        work = dist.irecv(x, 1) if op == "recv" else dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait(limit)
+    return float(x.item())
+
+
+@pytest.mark.parametrize(("op", "first"), LIMITED)
+def test_no_wait_of_a_users_own_limit_times_out_at_a_prompt(forker: ForkServer, op: str, first: int) -> None:
+    with World(forker, {"dp": 2}) as world:
+        world.run(open_prompt)
+        waiting, other = world.members[first], world.members[1 - first]
+        waiting.start(wait_with_a_short_limit, op)
+        waiting.wait_until_stuck()
+        began = time.monotonic()
+        when(lambda: time.monotonic() - began > 0.5, "more than the limit")
+        assert waiting.run_in_service_thread(end_overdue) == 1
+        world.members[first].run_in_service_thread(close_prompt)
+        other.run(wait_with_a_short_limit, op)
+        waiting.result()
+        assert world.run(is_broken) == [False] * 2
+
+
+@pytest.mark.parametrize(("op", "first"), LIMITED)
+def test_a_users_own_limit_counts_again_after_the_prompt(forker: ForkServer, op: str, first: int) -> None:
+    with World(forker, {"dp": 2}) as world:
+        world.run(open_prompt)
+        waiting = world.members[first]
+        waiting.start(wait_with_a_short_limit, op)
+        waiting.wait_until_stuck()
+        waiting.run_in_service_thread(close_prompt)
+        when(lambda: waiting.run_in_service_thread(end_overdue) == 0 or op == "all_reduce", "the end of the wait")
+        error = str(waiting.error())
+        is_named_by_gloo = op == "monitored_barrier" and first == 0
+        assert ("Rank 1 failed to pass monitoredBarrier" if is_named_by_gloo else "imed out") in error, error

@@ -6,7 +6,7 @@ A group, its operations in flight and their futures share one `GroupHealth`; so 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class GroupHealth:
         failure: why the group cannot be used now; None while it can. Set by any thread that breaks the group.
         hold_event: the event that a collective waits for before it starts; None for no wait.
         connection_version: incremented with each new set of connections; results from older ones do not apply.
+        clock: the seconds that count for timeouts.
         exits: asks whether a rank has ended, when a collective has failed; None where nobody can be asked.
         peer_waits: the sends and receives that threads wait for on gloo, by seq.
     """
@@ -75,6 +76,7 @@ class GroupHealth:
         self.failure: GroupFailure | None = None
         self.hold_event: threading.Event | None = None
         self.connection_version = 0
+        self.clock: Callable[[], float] = monotonic
         self.exits: ExitQuestions | None = None
         self.peer_waits: dict[int, Collective] = {}
         self._lock = threading.Lock()
@@ -215,11 +217,11 @@ class GroupHealth:
             raise
 
     def _wait_slice_by_slice(self, work: Any, timeout: timedelta) -> None:
-        deadline = monotonic() + timeout.total_seconds() if timeout else float("inf")
+        deadline = self.clock() + timeout.total_seconds() if timeout else float("inf")
         failed = False
         while True:
             slice_start = monotonic()
-            remaining_s = deadline - slice_start
+            remaining_s = deadline - self.clock()
             slice_s = WAIT_SLICE_S if remaining_s > WAIT_SLICE_S else max(remaining_s, 0.001)
             try:
                 work.wait(_WAIT_SLICE if remaining_s > WAIT_SLICE_S else timedelta(seconds=slice_s))
@@ -229,7 +231,7 @@ class GroupHealth:
                 # reduce_scatter it is always False. But a failed operation raises at once, and does so again.
                 is_aborted = self.failure is not None and self.failure.error is not None
                 at_once = monotonic() - slice_start < slice_s / 2
-                if is_aborted or remaining_s <= WAIT_SLICE_S or (failed and at_once):
+                if is_aborted or self.clock() >= deadline or (failed and at_once):
                     raise
                 failed = at_once
 
@@ -237,11 +239,12 @@ class GroupHealth:
         """Wait for a send or receive on gloo. Blocks, without slices; a shutdown of its connections ends it.
 
         Raises:
-            RuntimeError: `timeout` expired, or the operation failed.
+            RuntimeError: the operation failed, or `timeouts` has ended it, after `timeout` if there is one.
         """
+        record.timeout_s = timeout.total_seconds() if timeout else None
         self.peer_waits[record.seq] = record
         try:
-            work.wait(timeout or A_YEAR)
+            work.wait(A_YEAR)
         finally:
             del self.peer_waits[record.seq]
 

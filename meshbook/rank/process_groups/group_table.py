@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from meshbook.clock import monotonic
 from meshbook.rank.process_groups.backends import BackendHandle
 from meshbook.rank.process_groups.exit_questions import ExitQuestions
 from meshbook.rank.process_groups.failures import GroupFailure
@@ -15,11 +16,16 @@ Versions = list[tuple[GroupHealth, int]]  # with the version of its connections
 
 
 class GroupTable:
-    """The groups of this process. Methods may be called from any thread, and do not block."""
+    """The groups of this process. Methods may be called from any thread, and do not block.
+
+    Attributes:
+        clock: the seconds that count for timeouts; set it before groups are added.
+    """
 
     def __init__(self, exits: ExitQuestions | None = None) -> None:
         """exits: for the groups that are added; see `GroupHealth`."""
         self._exits = exits
+        self.clock: Callable[[], float] = monotonic
         self._by_name: dict[str, WatchedGroup] = {}
         self._hold_event: threading.Event | None = None
 
@@ -37,7 +43,7 @@ class GroupTable:
         return set(self._by_name)
 
     def add(self, group: WatchedGroup) -> None:
-        group.health.exits = self._exits
+        group.health.exits, group.health.clock = self._exits, self.clock
         self._by_name[group.label.name] = group
 
     def remove(self, group: WatchedGroup) -> bool:

@@ -120,7 +120,7 @@ class RankGroups:
                 clock=self.clock.now,
             )
             groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s, exits=self.exits)
-            groups.timeouts.clock = self.clock.now
+            groups.table.clock = self.clock.now
             groups.solo.origin = lambda: (self._running_file() or "", self._state.running_call_id or "")
             with self._abort_lock:
                 self._groups = groups

@@ -194,9 +194,10 @@ class Collective:
         """Whether it runs, and the timeout of its group is for all of its time.
 
         That of a send or receive is for the wait for it; a device's collectives have none; `monitored_barrier` has its
-        own, and says at its end who is missing.
+        own, at whose end the first member says who is missing.
         """
-        has_timeout = self.op not in POINT_TO_POINT and self.op != "monitored_barrier" and not self._on_device
+        is_monitored = self.op == "monitored_barrier" and self.timeout_s is None
+        has_timeout = self.op not in POINT_TO_POINT and not is_monitored and not self._on_device
         return self.t_end is None and has_timeout
 
     @property

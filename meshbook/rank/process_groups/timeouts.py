@@ -6,9 +6,6 @@ begins. So gloo has none, and the service thread looks once a second. On NCCL no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from meshbook.clock import monotonic
 from meshbook.rank.process_groups.backends import BackendAborts
 from meshbook.rank.process_groups.failures import GroupFailure
 from meshbook.rank.process_groups.group_table import GroupTable
@@ -17,21 +14,16 @@ from meshbook.rank.process_groups.watched_group import WatchedGroup
 
 
 class CollectiveTimeouts:
-    """Breaks the group of a collective that has taken too long. Service thread only.
-
-    Attributes:
-        clock: the seconds that count.
-    """
+    """Breaks the group of a collective that has taken too long. Service thread only."""
 
     def __init__(self, ring: CollectiveRing, table: GroupTable, aborts: BackendAborts) -> None:
         self._ring, self._table, self._aborts = ring, table, aborts
-        self.clock: Callable[[], float] = monotonic
         self._running: dict[int, Collective] = {}  # by number, when last looked; the ring may have dropped them since
         self._seen_at: dict[int, float] = {}  # when a wait was first seen, by the number of its collective
 
     def end_overdue(self) -> None:
         """End the waits that have lasted too long since they were first seen. Does not block."""
-        now = self.clock()
+        now = self._table.clock()
         candidates = (*self._running.values(), *self._ring.since(0))
         self._running = {one.seq: one for one in candidates if one.may_time_out}
         self._ring.poll_completion(self._running.values())
@@ -53,6 +45,7 @@ class CollectiveTimeouts:
         if group.health.failure is not None or collective.generation != group.label.generation:
             return
         what = f"{collective.op} #{collective.group_seq} of {group.label.ranks_text}"
-        text = f"{what} timed out: it was not completed within {limit_s:g} s, the timeout of the process group"
+        whose = "the timeout of the process group" if collective.timeout_s is None else "its timeout"
+        text = f"{what} timed out: it was not completed within {limit_s:g} s, {whose}"
         group.health.invalidate(GroupFailure(text, RuntimeError(text)), version=version)
         self._aborts.begin(handles)

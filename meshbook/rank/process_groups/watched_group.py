@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 from meshbook.ids import name_ranks
-from meshbook.rank.process_groups import coalesced, staged
+from meshbook.rank.process_groups import coalesced, monitored, staged
 from meshbook.rank.process_groups.backends import A_YEAR, BackendHandle
 from meshbook.rank.process_groups.collectives import COLLECTIVES, OPTION_TYPES, POINT_TO_POINT, inputs_and_options
 from meshbook.rank.process_groups.cuda import finish_on_stream, prepare_queries
@@ -241,14 +241,14 @@ class WatchedGroup(ProcessGroup):
         """Set the timeout of the collectives that begin, and of those that run; see `timeouts`."""
         self.timeout = timeout
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Run gloo's barrier that names the missing ranks. Blocks, without slices; `abort` ends it."""
         health = self.health
         health.wait_until_allowed("monitored_barrier")
         inner = self.inner
         record, version = self._ring.begin("monitored_barrier", self.label), health.connection_version
         try:
-            inner.monitored_barrier(*args, **kwargs)
+            monitored.run_barrier(health, record, self._store, inner, timeout or self.timeout, wait_all_ranks)
         except BaseException as error:
             try:
                 raised = health.finish_failed(record, error, version, None, launched=True)
