@@ -191,6 +191,22 @@ def test_a_rank_that_is_killed_meanwhile_is_told_of_at_the_prompt(front: FrontEn
     debug(front, "1")
 
 
+def test_a_rank_is_healed_from_elsewhere_while_the_prompt_of_its_call_still_stands(front: FrontEnd) -> None:
+    name, pid = front.value("get_ipython().meshbook.mesh.name"), front.pids()["rank 0"]
+    cell = begin(front, ONE_IN_A_COLLECTIVE)
+    os.kill(pid, signal.SIGKILL)  # the one that is stopped; the other waits for it
+    front.wait_until_shown(cell, lambda cell: "has ended: rank 0 was killed by SIGKILL; press Enter" in cell.text)
+    other = meshbook.attach(name)
+    try:
+        assert "rank 0 is back" in str(other.heal())
+        assert other.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()", echo=False).values.same() == 2.0
+    finally:
+        other.detach()
+    front.input_replies[:] = ["p t"]  # nobody is there to take it
+    assert front.wait(cell).reply["ename"] == "RankLost"
+    debug(front, "1")
+
+
 def test_why_names_the_rank_that_waits_in_the_debugger(front: FrontEnd) -> None:
     name = front.value("get_ipython().meshbook.mesh.name")
     cell = begin(front, ONE_IN_A_COLLECTIVE)
