@@ -6,6 +6,7 @@ all ranks must agree on it; if they do not, the error shows what each holds.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 from meshbook.controller import extensions, running
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
-from meshbook.errors import CellError, CellInterrupted, MeshNameError, TransferError
+from meshbook.errors import CellError, CellInterrupted, MeshNameError, TransferError, ValuesDiffer
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.marimo.page import marimo_mime
@@ -87,7 +88,13 @@ class RemoteHandle(PreviewDisplay):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy
 
-        return numpy.asarray(self._meshbook_same(), dtype=dtype)
+        try:
+            value = self._meshbook_same()
+        except ValuesDiffer as error:  # a ValueError, in whose place Matplotlib raises one of its own
+            raise TransferError(str(error)) from None
+        if isinstance(value, Mapping):
+            raise TransferError(f"the ranks hold a {type(value).__name__} here, which is no array; pull it first")
+        return numpy.asarray(value, dtype=dtype)
 
     def __format__(self, spec: str) -> str:
         return format(self._meshbook_same(), spec) if spec else str(self)
@@ -120,7 +127,8 @@ class RemoteValue(RemoteHandle):
             raise AttributeError(name)
         path = self._meshbook_path.attr(name)
         if not path.is_lookup_only():
-            return _evaluate(self, path)
+            with _raising(AttributeError):
+                return _evaluate(self, path)
         replies = [
             answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer
         ]
@@ -145,6 +153,10 @@ class RemoteValue(RemoteHandle):
 
     def __dir__(self) -> list[str]:
         return list_attributes(self)
+
+    def __len__(self) -> int:
+        with _raising(TypeError):
+            return super().__len__()
 
     def __iter__(self) -> Iterator[RemoteValue]:
         return (self[index] for index in range(len(self)))
@@ -209,7 +221,7 @@ for _op in BINARY:
         setattr(RemoteValue, f"__{_op}__", _binary(_op))
         if _op not in ("eq", "ne", "lt", "le", "gt", "ge"):
             setattr(RemoteValue, f"__r{_op}__", _binary(_op, reflected=True))
-for _op in ("neg", "pos", "invert", "abs", "round"):
+for _op in ("neg", "pos", "invert", "abs", "round", "copy"):
     setattr(RemoteValue, f"__{_op}__", _unary(_op))
 
 
@@ -364,6 +376,17 @@ def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
     finished = session.foreground.run(command)
     session.raise_for_status(finished, ranks, label=str(path))
     return result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), str(path))
+
+
+@contextlib.contextmanager
+def _raising(kind: type[Exception]) -> Iterator[None]:
+    """Raise an exception that all ranks have raised as one of that class, by which hasattr() and iter() go."""
+    try:
+        yield
+    except CellError as error:
+        if error.succeeded or {failure.ename for failure in error.failures} != {kind.__name__}:
+            raise
+        raise kind(error.failures[0].evalue) from None
 
 
 def _living_ranks(value: RemoteValue) -> Ranks:

@@ -106,7 +106,8 @@ class RankValues(Mapping[int, Any]):
             raise ValuesDiffer("no rank has a value here")
         if len(distinct) > 1 or (not known and not self._all_equal()):
             raise ValuesDiffer(
-                f"{name_ranks(self)} do not agree:\n{self}\npick one with values[rank], or use .item(axis=…)"
+                f"{name_ranks(self)} do not agree:\n{self}\n"
+                "take one rank's: values[0], values.item(dp=0); of a name on the ranks mesh.pull(name)[0]"
             )
         return self[next(iter(self))]
 
@@ -127,6 +128,24 @@ class RankValues(Mapping[int, Any]):
         import torch
 
         return torch.stack([torch.as_tensor(value) for value in every], dim)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Return an array with a row per rank, for NumPy, Matplotlib and `pandas.DataFrame`.
+
+        Raises:
+            TypeError: these ranks do not begin with 0, and rows of an array have no names; or the values are dicts.
+        """
+        import numpy
+
+        ways = "values.stack() has a row per rank, pandas.DataFrame(dict(values)) a column with the rank's name"
+        if tuple(self) != tuple(range(len(self))):
+            raise TypeError(f"these are the values of {name_ranks(self)}, whose rows would be numbered from 0; {ways}")
+        if any(isinstance(value, Mapping) for value in self.values()):
+            raise TypeError("each rank's value is a dict; pandas.DataFrame(values.values()) has a row per rank")
+        return numpy.asarray([numpy.asarray(value) for value in self.values()], dtype=dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.same(), spec) if spec else str(self)
 
     def _all_equal(self) -> bool:
         self._load_values(tuple(self))

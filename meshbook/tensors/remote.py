@@ -82,9 +82,14 @@ class RemoteTensor(MeshTensor):
         return self.full_tensor().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Return an array of this tensor's shape; of per-rank tensors the one that all ranks hold. Blocks.
+
+        Raises:
+            TransferError: ranks hold different ones.
+        """
         import numpy
 
-        return numpy.asarray(self.full_tensor().numpy(), dtype=dtype)
+        return numpy.asarray(values.same_on_all(self).numpy(), dtype=dtype)
 
     # ---- other placements, other views
 

@@ -67,6 +67,23 @@ def full_tensor(tensor: MeshTensor, *, force: bool = False) -> torch.Tensor:
     return read(tensor, "parts", shape, boxes or {engine.axes.ranks[0]: tuple((0, length) for length in shape)})
 
 
+def same_on_all(tensor: MeshTensor) -> torch.Tensor:
+    """Return the complete tensor; of per-rank tensors, the one that all ranks hold. Blocks.
+
+    Raises:
+        TransferError: ranks hold different ones.
+    """
+    whole = full_tensor(tensor)
+    if tensor._spec.placements is not None:
+        return whole
+    with _disable_current_modes():
+        if not whole.isclose(whole[:1], rtol=0, atol=0, equal_nan=True).all():
+            raise TransferError(
+                "every rank has a tensor of its own here; t.local(0) is rank 0's, t.full_tensor() has a row per rank"
+            )
+        return whole[0]
+
+
 @_disable_current_modes()  # the result is assembled here, even inside `mesh.activate()`
 def local(tensor: MeshTensor, rank: int) -> torch.Tensor:
     """See `RemoteTensor.local`."""

@@ -8,11 +8,14 @@ import signal
 import threading
 
 import duckdb
+import matplotlib
 import numpy as np
+import pandas
 import polars
 import pyarrow
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
@@ -46,6 +49,28 @@ def test_a_value_is_found_at_a_point_of_the_mesh(mesh: Mesh) -> None:
 
 def test_values_of_tensors_stack_in_rank_order(mesh: Mesh) -> None:
     assert torch.equal(mesh.run("torch.ones(2) * rank").values.stack()[:, 0], torch.arange(4.0))
+
+
+def test_values_by_rank_are_an_array_and_a_table_with_a_row_per_rank(mesh: Mesh) -> None:
+    values = mesh.run("[1.5, rank]").values
+    assert np.asarray(values).tolist() == values.stack().tolist() == [[1.5, rank] for rank in range(4)]
+    assert pandas.DataFrame(values)[1].tolist() == [0, 1, 2, 3]
+    assert np.asarray(mesh.run("torch.arange(2) + rank").values).tolist()[3] == [3, 4]
+
+
+def test_values_whose_rows_would_lose_their_names_are_no_array_and_the_error_says_what_to_write(mesh: Mesh) -> None:
+    with pytest.raises(TypeError, match=r"ranks 2-3.*DataFrame\(dict\(values\)\)"):
+        pandas.DataFrame(mesh.run("rank", ranks="2-3").values)
+    values = mesh.run("{'loss': 0.5 * rank}").values
+    with pytest.raises(TypeError, match=r"DataFrame\(values.values\(\)\)"):
+        pandas.DataFrame(values)
+    assert pandas.DataFrame(values.values())["loss"].tolist() == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_a_value_is_formatted_where_all_ranks_agree_on_it(mesh: Mesh) -> None:
+    assert f"{mesh.run('3.14159').values:.2f}" == "3.14"
+    with pytest.raises(ValuesDiffer, match=r"values\[0\]"):
+        f"{mesh.run('1.0 * rank').values:.2f}"
 
 
 def test_a_large_value_stays_on_its_rank_until_it_is_asked_for(mesh: Mesh) -> None:
@@ -118,6 +143,33 @@ def test_a_handle_tells_an_attribute_that_is_not_there(mesh: Mesh) -> None:
     with pytest.raises(AttributeError, match=r"'value' on ranks 0-3; mesh\.pull\(t\) brings the ranks' values"):
         _ = mesh["t"].value
     assert not hasattr(mesh["t"], "nothing_like_it")
+
+
+def test_a_result_of_a_handle_has_or_has_not_an_attribute_and_a_length(mesh: Mesh) -> None:
+    mesh.run("import numpy as np; array = np.arange(3.0)")
+    assert not hasattr(mesh["array"] + 1, "nothing_like_it")
+    assert hasattr(mesh["array"] + 1, "shape")
+    assert np.iterable(mesh["array"])
+    assert not np.iterable(mesh["array"][0])
+
+
+def test_matplotlib_draws_an_array_of_the_ranks_where_they_agree(mesh: Mesh) -> None:
+    matplotlib.use("agg")
+    mesh.run("import numpy as np; array, own = np.arange(3.0), np.arange(3.0) + rank; w = torch.arange(3.0)")
+    axes = Figure().add_subplot()
+    for drawn in (mesh["array"], mesh["w"]):
+        (line,) = axes.plot(drawn)
+        mesh.run("array += 1")  # what is drawn stays
+        assert np.asarray(line.get_ydata()).tolist() == [0.0, 1.0, 2.0]
+    assert [bar.get_height() for bar in axes.bar(["a", "b", "c"], mesh["array"])] == [2.0, 3.0, 4.0]
+    with pytest.raises(TransferError, match=r"do not agree"):
+        axes.plot(mesh["own"])
+
+
+def test_a_handle_to_a_dict_is_no_array(mesh: Mesh) -> None:
+    mesh.run("table = {'a': [1, 2]}")
+    with pytest.raises(TransferError, match="a dict here, which is no array; pull it first"):
+        pandas.DataFrame(mesh["table"])
 
 
 def test_setting_through_a_handle_sets_on_the_ranks(mesh: Mesh) -> None:

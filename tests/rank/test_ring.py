@@ -347,3 +347,28 @@ def test_threads_beside_the_main_one_that_begin_collectives_are_known_while_they
     ends.set()
     thread.join()
     assert ring.other_threads() == ()
+
+
+def test_a_thread_that_has_the_identifier_of_an_ended_one_has_begun_nothing() -> None:
+    ring, label, ends = CollectiveRing(), GroupLabel("world", (0, 1)), threading.Event()
+    ended = threading.Thread(target=ring.begin, args=("all_reduce", label))
+    ended.start()
+    ended.join()
+    later = [threading.Thread(target=ends.wait, args=(WAIT_S,)) for _ in range(50)]
+    for thread in later:
+        thread.start()
+    assert ended.ident in [thread.ident for thread in later]
+    assert ring.other_threads() == ()
+    ends.set()
+    for thread in later:
+        thread.join()
+
+
+def test_what_nobody_has_waited_for_on_former_connections_runs_no_more(ring: CollectiveRing) -> None:
+    world = GroupLabel("0", WORLD)
+    left_open = begin(ring, label=world)
+    ring.set_completion_check(left_open, lambda: False)  # as of gloo's reduce_scatter, which never says that it is done
+    assert ring.running() == (left_open,)
+    world.reset_counters(2)
+    assert ring.running() == ()
+    assert left_open.error == "its process group was formed anew"

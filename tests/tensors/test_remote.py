@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,14 @@ def resident(mesh: Mesh) -> list[int]:
 
 
 # ---- values
+
+
+def test_an_array_has_the_shape_of_its_tensor_and_is_one_only_where_all_ranks_agree(mesh2: Mesh) -> None:
+    mesh2.run("own, equal = torch.arange(3.0) + rank, torch.tensor([1.0, float('nan')])")
+    assert numpy.array_equal(numpy.asarray(mesh2["equal"]), [1.0, float("nan")], equal_nan=True)
+    with pytest.raises(TransferError, match=r"t\.local\(0\) is rank 0's, t\.full_tensor\(\) has a row per rank"):
+        numpy.asarray(mesh2["own"])
+    assert numpy.asarray(distribute(torch.ones(4), mesh2, [Shard(0)])).shape == (4,)
 
 
 def test_a_tensor_is_read_back_as_it_was_placed(mesh2: Mesh, mesh22: Mesh) -> None:

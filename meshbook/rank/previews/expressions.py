@@ -7,6 +7,7 @@ rank evaluates it. Standard library only; does not depend on shells, handles or 
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ UNARY: Final[Mapping[str, tuple[Callable[[Any], Any], str, int]]] = {
     "float": (float, "float({})", 15),
     "complex": (complex, "complex({})", 15),
     "len": (len, "len({})", 15),
+    "copy": (copy.copy, "copy.copy({})", 15),
 }
 BINARY: Final[Mapping[str, tuple[Callable[[Any, Any], Any], str, int]]] = {
     "lt": (operator.lt, "<", 5),

@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 from meshbook.clock import monotonic
 from meshbook.errors import message_of
@@ -282,7 +283,9 @@ class CollectiveRing:
         self.run_device_queries: Callable[[Callable[[], None]], None] = lambda queries: queries()
         self._device_error: str | None = None  # the driver's error, which all later queries would return
         self._main_thread = threading.main_thread().ident
-        self._other_thread_ids: set[int] = set()  # other threads that have begun a collective
+        # Other threads that have begun a collective. Not their identifiers, which later threads get again: a callback
+        # of DDP's communication hooks runs on a thread of gloo's, which ends with its group.
+        self._other_threads: WeakSet[threading.Thread] = WeakSet()
 
     @property
     def size(self) -> int:
@@ -302,9 +305,7 @@ class CollectiveRing:
         return tuple(
             thread
             for thread in threading.enumerate()
-            if thread.ident in self._other_thread_ids
-            and not isinstance(thread, threading._DummyThread)
-            and not thread.name.startswith("meshbook-")  # an identifier is reused after its thread has ended
+            if thread in self._other_threads and not isinstance(thread, threading._DummyThread)
         )
 
     def skip_frames_of(self, path: str | os.PathLike[str]) -> None:
@@ -349,8 +350,8 @@ class CollectiveRing:
         else:
             tensors = ()
         seq = self._next_seq()
-        if get_ident() != self._main_thread:
-            self._other_thread_ids.add(get_ident())
+        if (ident := get_ident()) != self._main_thread:
+            self._other_threads.update(thread for thread in threading.enumerate() if thread.ident == ident)
         is_p2p = op in POINT_TO_POINT
         collective = Collective(
             op,
@@ -425,7 +426,9 @@ class CollectiveRing:
         """Check whether these collectives have ended without being recorded as such."""
         on_device: list[Collective] = []
         for collective in collectives:
-            if collective.t_end is None and collective._is_finished is not None:
+            if collective.t_end is None and collective.generation != collective.label.generation:
+                self.finish(collective, "its process group was formed anew")  # nobody has waited for it
+            elif collective.t_end is None and collective._is_finished is not None:
                 if not collective._on_device:
                     self._poll_one(collective)
                 elif self._device_error is not None:
