@@ -14,12 +14,15 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+import msgspec
+
 from meshbook.engines.addresses import Address
 from meshbook.engines.base import HostStart
 from meshbook.engines.driver import LauncherDriver
 from meshbook.engines.driver_messages import (
     CloseInput,
     DriverCommand,
+    FindWays,
     HostActorLost,
     HostEnded,
     HostLogged,
@@ -28,6 +31,7 @@ from meshbook.engines.driver_messages import (
     HostWrote,
     KillHost,
     StartHost,
+    WaysFound,
     WriteInput,
 )
 from meshbook.engines.host_launch import (
@@ -149,6 +153,7 @@ class ActorHost(HostLaunch):
         self._environment, self._log = environment, log_path
         self._node: str | None = None
         self._first_line: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ways: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
         self._end: HostEnded | HostActorLost | None = None
         self._has_ended = threading.Event()
         self._launch = driver.new_launch(self._hear)
@@ -172,6 +177,18 @@ class ActorHost(HostLaunch):
         if (hello := decode_hello(line, self.machine_name)) is None:
             raise StartError(self._why_no_hello())
         return hello
+
+    def _connect(self, hello: RemoteHello, start: RemoteStart) -> RemoteStart:
+        there = start.supervisor
+        assert there is not None
+        self._driver.send(FindWays(self._launch, (there.hosts, there.store)))
+        ways: tuple[str, ...] = ()
+        with contextlib.suppress(queue.Empty):
+            ways = self._ways.get(timeout=_START_TIMEOUT_S)
+        if not ways:
+            raise StartError(self._why_no_hello())
+        hosts, store = ways
+        return msgspec.structs.replace(start, supervisor=msgspec.structs.replace(there, hosts=hosts, store=store))
 
     def _write(self, data: bytes) -> None:
         self._driver.send(WriteInput(self._launch, data.decode()))
@@ -222,6 +239,8 @@ class ActorHost(HostLaunch):
                 self._node = news.node
             case HostWrote():
                 self._first_line.put(news.line.encode())
+            case WaysFound():
+                self._ways.put(news.addresses)
             case HostLogged():
                 with contextlib.suppress(OSError), open(self._log, "a") as log:  # the mesh's folder may be gone
                     log.write(news.text)
@@ -229,3 +248,4 @@ class ActorHost(HostLaunch):
                 self._end = news
                 self._has_ended.set()
                 self._first_line.put(b"")
+                self._ways.put(())

@@ -34,6 +34,7 @@ from meshbook.engines.driver_messages import (
     JobDescribed,
     NodesAllocated,
     NodesAwaited,
+    WaysFound,
 )
 from meshbook.engines.host_launch import last_lines, quoted
 from meshbook.engines.launcher_process import LauncherProcess
@@ -196,7 +197,7 @@ class LauncherDriver(ABC):
                 words = " ".join(report.words.split())
                 advised = f"{words}; {report.advice}" if report.advice else self.explain(words)
                 self._decide(advised or f"{self.launcher} gives no nodes{quoted(words)}")
-            case HostStarted() | HostWrote() | HostLogged() | HostEnded() | HostActorLost():
+            case HostStarted() | HostWrote() | WaysFound() | HostLogged() | HostEnded() | HostActorLost():
                 self._listeners[report.launch](report)
 
     def _decide(self, outcome: _Outcome | str) -> None:

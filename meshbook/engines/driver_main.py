@@ -23,6 +23,7 @@ from meshbook.engines.driver_messages import (
     ClusterFailed,
     DriverCommand,
     DriverLine,
+    FindWays,
     HostActorLost,
     HostEnded,
     HostLogged,
@@ -32,6 +33,7 @@ from meshbook.engines.driver_messages import (
     NodesAllocated,
     NodesAwaited,
     StartHost,
+    WaysFound,
     WriteInput,
 )
 
@@ -83,6 +85,7 @@ class DriverMain(ABC):
         self.report, self._commands = report, commands
         self._actors: dict[int, HostActor] = {}
         self._lives: dict[int, asyncio.Task[None]] = {}
+        self._lookups: set[asyncio.Task[None]] = set()  # of ways to the supervisor
 
     # ---- what depends on the launcher
 
@@ -97,6 +100,10 @@ class DriverMain(ABC):
     @abstractmethod
     async def leave(self) -> None:
         """Give back what there is on the cluster. Waits for some seconds at most."""
+
+    async def find_ways(self, launch: int, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Return at which addresses a host's node reaches these."""
+        return addresses
 
     def words_of(self, error: Exception) -> str:
         """Return what the launcher says of an actor's end."""
@@ -161,6 +168,9 @@ class DriverMain(ABC):
                 self._lives[command.launch] = asyncio.create_task(self._live(command))
             case WriteInput() if (actor := self._actors.get(command.launch)) is not None:
                 actor.write(command.text.encode())
+            case FindWays() if command.launch in self._actors:
+                self._lookups.add(lookup := asyncio.create_task(self._find_ways(command)))
+                lookup.add_done_callback(self._lookups.discard)
             case CloseInput() if (actor := self._actors.get(command.launch)) is not None:
                 actor.close_input()
             case KillHost() if (life := self._lives.get(command.launch)) is not None:
@@ -178,6 +188,13 @@ class DriverMain(ABC):
             if (actor := self._actors.pop(start.launch, None)) is not None:
                 actor.kill()
             del self._lives[start.launch]
+
+    async def _find_ways(self, command: FindWays) -> None:
+        try:
+            self.report(WaysFound(command.launch, await self.find_ways(command.launch, command.addresses)))
+        except Exception as error:
+            traceback.print_exc()
+            self.report(HostActorLost(command.launch, f"no way to the supervisor was found: {self.words_of(error)}"))
 
     async def run_host(self, start: StartHost) -> None:
         actor = self._actors[start.launch] = await self.new_actor(start)

@@ -65,6 +65,13 @@ class WriteInput(DriverLine, frozen=True):
     text: str
 
 
+class FindWays(DriverLine, frozen=True):
+    """Say at which addresses the host's node reaches these of the supervisor."""
+
+    launch: int
+    addresses: tuple[str, ...]  # "tcp://10.0.0.1:41234"
+
+
 class CloseInput(DriverLine, frozen=True):
     """Close its standard input, at which it ends in order."""
 
@@ -127,6 +134,11 @@ class HostWrote(DriverLine, frozen=True):
     line: str
 
 
+class WaysFound(DriverLine, frozen=True):
+    launch: int
+    addresses: tuple[str, ...]  # in their order
+
+
 class HostLogged(DriverLine, frozen=True):
     """A piece of what it has written to standard error."""
 
@@ -147,7 +159,15 @@ class HostActorLost(DriverLine, frozen=True):
 
 
 DriverCommand = (
-    AllocateNodes | DescribeCluster | AllocateJob | DescribeJob | StartHost | WriteInput | CloseInput | KillHost
+    AllocateNodes
+    | DescribeCluster
+    | AllocateJob
+    | DescribeJob
+    | StartHost
+    | WriteInput
+    | FindWays
+    | CloseInput
+    | KillHost
 )
-HostNews = HostStarted | HostWrote | HostLogged | HostEnded | HostActorLost
+HostNews = HostStarted | HostWrote | WaysFound | HostLogged | HostEnded | HostActorLost
 DriverReport = ClusterFailed | ClusterDescribed | JobDescribed | NodesAwaited | NodesAllocated | HostNews

@@ -63,8 +63,13 @@ class HostLaunch(ABC):
     def open(self) -> RemoteHello:
         """Start the host and return its hello. Blocks. Raises StartError."""
 
-    def _connect(self, hello: RemoteHello) -> None:  # noqa: B027, not every launcher has something to do
-        """Have the supervisor's sockets within the host's reach, before it goes on. May block. Raises StartError."""
+    def _connect(self, hello: RemoteHello, start: RemoteStart) -> RemoteStart:
+        """Have the supervisor's sockets within the host's reach, before it goes on. May block. Raises StartError.
+
+        Returns:
+            what the host hears, with the addresses at which it reaches them.
+        """
+        return start
 
     @abstractmethod
     def _write(self, data: bytes) -> None:
@@ -100,7 +105,7 @@ class HostLaunch(ABC):
             self._enter("")
             start = prepare(hello)
             self._enter("the host connects back")
-            self._connect(hello)
+            start = self._connect(hello, start)
             self.has_started = True
             self._write(msgspec.json.encode(start) + b"\n")
         except StartError as error:

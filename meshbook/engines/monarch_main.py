@@ -22,7 +22,7 @@ import monarch.config
 import msgspec
 from monarch._rust_bindings.monarch_hyperactor.channel import BindSpec
 from monarch.actor import Actor, concurrent_endpoint
-from monarch.job import JobTrait
+from monarch.job import JobTrait, PortForwarder
 
 from meshbook.engines import launched_child
 from meshbook.engines.driver_main import POLL_S, ActorLost, DriverMain, serve
@@ -39,6 +39,9 @@ from meshbook.engines.monarch_jobs import choose_hosts, ended_login, make_job, q
 
 _LEAVE_TIMEOUT_S = 2.5
 _OUTSIDE = "8.8.8.8"
+_LOOPBACK = "127.0.0.1"
+_DIAL_TIMEOUT_S = 3.0
+_READ_BYTES = 1 << 18
 # How names of Monarch's own processes' environment begin. Ranks that use Monarch are clients of their own.
 _NOT_FOR_RANKS = ("HYPERACTOR_", "MONARCH_CLIENT_TRACE_ID", "_MONARCH_WORKER_ADDR")
 
@@ -56,6 +59,16 @@ class MonarchHost(Actor):
     @concurrent_endpoint
     async def next_event(self) -> tuple[str, Any]:
         return await asyncio.to_thread(self._child.next_event)
+
+    @concurrent_endpoint
+    async def can_reach(self, places: list[tuple[str, int]]) -> bool:
+        return await asyncio.to_thread(_can_reach, places)
+
+    @concurrent_endpoint
+    async def free_port(self) -> int:
+        with socket.create_server((_LOOPBACK, 0)) as listener:
+            port: int = listener.getsockname()[1]
+            return port
 
     @concurrent_endpoint
     async def write(self, data: bytes) -> None:
@@ -80,6 +93,16 @@ class MonarchActor:
     async def next_event(self) -> tuple[str, Any]:
         event: tuple[str, Any] = await self._actor.next_event.call_one()
         return event
+
+    async def can_reach(self, places: list[tuple[str, int]]) -> bool:
+        found: bool = await self._actor.can_reach.call_one(places)
+        return found
+
+    async def forward(self, forwarder: Any, local: Any, port: int) -> str:
+        """Have a port of this machine's loopback within the host's reach; return its address there."""
+        place = f"{_LOOPBACK}:{await self._actor.free_port.call_one()}"
+        await forwarder.forward.call_one(local, port, self._procs, place)
+        return f"tcp://{place}"
 
     def write(self, data: bytes) -> None:
         self._actor.write.broadcast(data)
@@ -106,6 +129,9 @@ class MonarchMain(DriverMain):
         self._is_login = False  # it is an SSHJob made here
         self._guard: subprocess.Popen[bytes] | None = None
         self._hosts: Any = None
+        self._local: Any = None  # a process of Monarch's on this machine, which connects to forwarded ports
+        self._forwarder: Any = None
+        self._relays: list[asyncio.Server] = []
 
     async def allocate(self, first: DriverCommand) -> str | None:
         if isinstance(first, DescribeJob):
@@ -148,6 +174,24 @@ class MonarchMain(DriverMain):
         host = self._hosts.slice(hosts=start.node)
         procs = host.spawn_procs({"agents": 1}, name=f"meshbook{start.launch}")
         return MonarchActor(procs, procs.spawn(f"host{start.launch}", MonarchHost))
+
+    async def find_ways(self, launch: int, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Where a node cannot connect to this machine (it is behind a firewall), forward the ports by Monarch."""
+        places = [_place_of(address) for address in addresses]
+        actor = self._actors[launch]
+        assert isinstance(actor, MonarchActor)
+        if await actor.can_reach(places):
+            return addresses
+        if self._forwarder is None:
+            self._local = monarch.actor.this_host().spawn_procs({"agents": 1})
+            self._forwarder = self._local.spawn("ports", PortForwarder)
+        ways = []
+        for place in places:
+            relay = await _relay(*place)
+            self._relays.append(relay)
+            port = relay.sockets[0].getsockname()[1]
+            ways.append(await actor.forward(self._forwarder, self._local, port))
+        return tuple(ways)
 
     def words_of(self, error: Exception) -> str:
         return str(error).partition("\n\nStack backtrace:")[0]
@@ -194,6 +238,44 @@ def _state_of(job: JobTrait) -> Any:
         raise
     except BaseException as error:  # a panic of Monarch's own
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _place_of(address: str) -> tuple[str, int]:
+    """Return the host and the port of `tcp://host:port`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _can_reach(places: list[tuple[str, int]]) -> bool:
+    for place in places:
+        try:
+            socket.create_connection(place, timeout=_DIAL_TIMEOUT_S).close()
+        except OSError:
+            return False
+    return True
+
+
+async def _relay(host: str, port: int) -> asyncio.Server:
+    """Listen on loopback, to which alone Monarch forwards, for connections to an address of this machine."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there_reader, there_writer = await asyncio.open_connection(host, port)
+        except OSError:  # the supervisor has ended, or its standby does not listen yet
+            writer.close()
+            return
+        await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer), return_exceptions=True)
+
+    return await asyncio.start_server(accept, _LOOPBACK, 0)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()
 
 
 def _own_address(peer: str) -> str:

@@ -135,7 +135,7 @@ class SshConnection(HostCommand):
         except OSError as error:
             raise StartError(f"ssh cannot be started: {error.strerror}") from error
 
-    def _connect(self, hello: RemoteHello) -> None:
+    def _connect(self, hello: RemoteHello, start: RemoteStart) -> RemoteStart:
         """Have the supervisor's sockets appear in a folder of the machine, through the connection that is open."""
         # Without ~/.ssh/config, whose own forwardings it would ask for too.
         command = ["ssh", "-F", "none", *SSH_OPTIONS, f"-oControlPath={self._control}", "-O", "forward"]
@@ -150,6 +150,7 @@ class SshConnection(HostCommand):
                 f"{self.machine}: ssh cannot forward the mesh's sockets{quoted(last_lines(done.stderr))}. "
                 "Its sshd must allow it: AllowStreamLocalForwarding yes in /etc/ssh/sshd_config, no DisableForwarding"
             )
+        return start
 
     def _describe_failure(self, code: int | None, words: str) -> str:
         machine, destination = str(self.machine), self.machine.destination

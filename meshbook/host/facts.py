@@ -71,7 +71,7 @@ def interface_of(address: str) -> str | None:
 
 
 def launch_address(launcher: str = "") -> str:
-    """Return this machine's address on the way to who started this process; else loopback's.
+    """Return this machine's address on the way to who started this process; if there is no way, any of its own.
 
     Args:
         launcher: that machine's address; "": the one that ssh or srun has left in the environment.
@@ -80,7 +80,14 @@ def launch_address(launcher: str = "") -> str:
     if len(words) == 4 and not launcher:
         return words[2]
     launcher = launcher or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    return (address_towards(launcher) if launcher else None) or "127.0.0.1"
+    return (address_towards(launcher) if launcher else None) or _first_address()
+
+
+def _first_address() -> str:
+    """Return the IPv4 address of this machine's first network interface; loopback's if it has none."""
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    found = (one for name, addresses in interfaces.items() if name != "lo" for one in addresses)
+    return next((one.address for one in found if one.family == socket.AF_INET), "127.0.0.1")
 
 
 def _installed(package: str) -> str | None:
