@@ -31,6 +31,12 @@ def test_a_host_that_ends_starts_no_rank_that_it_is_asked_for_too_late(host: Hos
     assert host.agent.ledger.living() == []
 
 
+def test_a_host_without_a_keeper_has_no_standby(host: HostProcess) -> None:
+    host._report(messages.CallFinished(call="c", outcomes=(), seconds=0.0))  # type: ignore[arg-type]
+    host.loop.run_once(0.0)
+    assert host.loop._standby is None
+
+
 def test_a_host_ends_its_ranks_after_looks_without_a_word_as_many_as_its_lease_has_seconds(host: HostProcess) -> None:
     ends: list[str] = []
     host.stop = ends.append  # type: ignore[method-assign]

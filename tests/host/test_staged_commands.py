@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshbook.host.arriving_values import ArrivingValues
 from meshbook.host.instructions import Instructions, SendReport, SendWork
 from meshbook.host.ledger import HostLedger
 from meshbook.wire import codec, messages
+from meshbook.wire.loop import Loop
 from meshbook.wire.messages import Payload, SharedBuffer
 
 HERE, THERE = SharedBuffer(9, 4, 4096, 70_000, "b.1"), SharedBuffer(7, 3, 4096, 70_000, "a.1")
@@ -69,3 +71,13 @@ def test_a_stop_takes_back_a_command_that_waits_for_its_values() -> None:
     todo, without = ledger.staged.begin(push(), {THERE: HERE}, 3.0)
     assert sent(todo) == []
     assert without == (0, 1)  # they will not release the copies
+
+
+def test_values_that_were_on_their_way_to_a_host_agent_that_was_killed_do_not_come_and_it_is_said() -> None:
+    reports: list[messages.HostReport] = []
+    values = ArrivingValues(Loop(), two_ranks(), reports.append)
+    values.handle(messages.StagedCommand(body=codec.encode_body(push()), fetch=True), 1.0)
+    values.take_over()
+    why = "its machine's host agent was killed while it was on its way; send it again"
+    assert reports[-1] == messages.ValuesArrived(call="push", error=why)  # type: ignore[arg-type]
+    values.close()
