@@ -120,6 +120,8 @@ def flaky() -> Iterator[Flaky]:
     with torch.library._scoped_library("meshbook_test", "FRAGMENT") as library:
         library.define("flaky(Tensor x) -> Tensor")
         library.impl("flaky", operation, "CPU")
+        library.define("empty_flaky(Tensor x) -> Tensor")
+        library.impl("empty_flaky", operation, "CPU")
         yield operation
 
 
@@ -133,6 +135,16 @@ def test_numbers_that_are_not_bad_when_they_are_computed_again_are_told_all_the_
 
     flaky.number = number
     assert found_in(step, torch.rand(4, 4), torch.rand(4, 4)) == ["mm not repeated, step.py, line 4 in step"]
+
+
+def test_memory_that_is_still_to_be_filled_is_no_finding(flaky: Flaky) -> None:
+    def step(x: Any) -> list[Any]:
+        memory = torch.ops.meshbook_test.empty_flaky(x)
+        aten.copy_.default(aten.view.default(memory, [16]), aten.view.default(x, [16]))
+        return [aten.mul.Tensor(memory, x)]
+
+    assert found_in(step, torch.rand(4, 4), torch.rand(4, 4)) == []
+    assert flaky.num_calls > 2
 
 
 def test_sums_too_large_for_their_dtype_are_no_finding() -> None:

@@ -20,7 +20,7 @@ from meshbook.diagnose.source_files import is_cell_file, short_path
 from meshbook.rank import scalars
 from meshbook.rank.differences import numbers
 from meshbook.rank.differences.numbers import Place
-from meshbook.rank.differences.rerun import BadOperation, describe_bad
+from meshbook.rank.differences.rerun import LEAVES_EMPTY, BadOperation, describe_bad
 from meshbook.rank.tensors import execution, watching
 from meshbook.rank.tensors.engine import GENERATED_CODE, CurrentOp
 from meshbook.rank.tensors.lowering_passes import BEGIN, CallNode, FloatRef, TensorRef
@@ -253,7 +253,11 @@ class _RecordedOps:
     def _find_first(self, window: Window, values: dict[str, Any]) -> None:
         if self._search(self._repeat(window, values)):
             return
+        empty: set[str] = set()  # what has no numbers yet, and views of it
         for index, node in enumerate(window.nodes, window.first):
+            if LEAVES_EMPTY.match(kind_of(node.called).name) or not empty.isdisjoint(node.inputs):
+                empty.update(filter(None, node.outputs))
+                continue
             unread = [values[name] for name in results_of(node) if name in window.unread]
             again = numbers.totals_of(unread)
             before: list[torch.Tensor] = values.get(f"t{index}") or []

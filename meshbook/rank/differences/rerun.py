@@ -24,7 +24,7 @@ from meshbook.rank.differences.numbers import Place, kinds, largest, place_of, t
 from meshbook.rank.tensors.compiled_blocks import without_compiler
 
 # Operations whose results have no numbers yet.
-_LEAVES_EMPTY = re.compile(r"(new_)?empty|resize|set_")
+LEAVES_EMPTY = re.compile(r"(new_)?empty|resize|set_")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 
 # The name of an operation, and the dtype and the largest finite magnitude of its inputs.
@@ -158,7 +158,7 @@ def describe_bad(
         before: kinds in its inputs before it ran; None: it has changed none of them.
     """
     new = kinds(tensors_in(result))
-    if not new or _LEAVES_EMPTY.match(name):
+    if not new or LEAVES_EMPTY.match(name):
         return None
     inputs = list(tensors_in(arguments))
     had = kinds(inputs) if before is None else before

@@ -77,7 +77,7 @@ class Sentinel:
         self._observers, self._notify, self._places = observers, notify, PlaceNames(cell_title)
         self._main_thread = threading.get_ident()
         self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.name_remote)
-        self._norms = GradientNorms()
+        self._norms: WeakKeyDictionary[Any, GradientNorms] = WeakKeyDictionary()  # by optimizer: another model's differ
         self._hooks = hooks
         self._findings: list[NumberFinding] = []
         self._num_updates = 0
@@ -250,12 +250,13 @@ class Sentinel:
         if self._num_updates == 1 and compiled.is_any() and not self._calls.have(parameters):
             self._notify(compiled.BLIND_SPOT)
         self._check_outputs()
-        is_finite = self._norms.check(parameters)
+        norms = self._norms.setdefault(optimizer, GradientNorms())
+        is_finite = norms.check(parameters)
         if not is_finite:
             self._is_scaling = False  # or no scaler skips this step
         if not is_finite and self.is_looking:
             self.take(self._calls.explain_gradients(parameters))
-        exploding = self._norms.exploding if is_finite else None
+        exploding = norms.exploding if is_finite else None
         if exploding is not None and (explosion := self._calls.explain_explosion(*exploding, self._rank)) is not None:
             self._add(explosion)
         was_bad = self._pending is not None or not is_finite
