@@ -161,7 +161,7 @@ def _wait_result(state: ActorState, future: Any) -> ValueMesh[Any]:
     try:
         return future.get()  # type: ignore[no-any-return]
     except ActorError as error:
-        if isinstance(error.exception, AttributeError | LookupError):
+        if isinstance(error.exception, AttributeError | LookupError | TransferError):
             raise type(error.exception)(f"{_format_path(state)}: {error.exception}") from None
         raise
 

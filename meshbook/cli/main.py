@@ -46,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if words[:1] == ["run"] and "--" in words else len(words)
-    options = _parser().parse_args(words[:end])
+    parser = _parser()
+    options, unknown = parser.parse_known_args(words[:end])
+    if unknown:
+        of_script = f"; a script's own arguments follow --: meshbook run FILE.py -- {' '.join(unknown)}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{of_script if words[0] == 'run' else ''}")
     options.arguments = words[end + 1 :]
     try:
         status: int = options.act(options)
@@ -95,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, act: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        described = help.replace("%%", "%")  # argparse formats only the former
+        command = commands.add_parser(name, help=help, description=f"{described[0].upper()}{described[1:]}.")
         command.set_defaults(act=act)
         return command
 

@@ -95,3 +95,11 @@ def test_a_frame_of_a_function_from_here_that_ipython_has_drawn_elsewhere_gets_i
     assert faults.with_source(drawn) == f'File "{file}", line 2, in f(x)\n----> 2     return x / 0\n'
     unknown = drawn.replace("cell.py", "other.py")
     assert faults.with_source(unknown) == unknown
+
+
+def test_of_failures_that_differ_each_has_its_lines_of_source(tmp_path: Path) -> None:
+    file = tmp_path / "cell.py"
+    file.write_text("def f():\n    raise ValueError(rank)\n")
+    trace = f'Traceback (most recent call last):\n  File "{file}", line 2, in f\nValueError\n'
+    error = faults.ActorError(ValueError(0), ranks=(0,), traceback=trace, others=[((1,), ValueError(1), trace)])
+    assert str(error).count("    raise ValueError(rank)") == 2

@@ -46,6 +46,8 @@ def test_a_forgotten_get_is_named_where_the_future_is_used_as_its_value() -> Non
     future = actor.Future.of([1], "trainers.step")
     with pytest.raises(AttributeError, match=r"the Future of trainers.step has no 'mean'; get\(\) waits for its value"):
         _ = future.mean
+    with pytest.raises(AttributeError, match=r"no 'cancel'; interrupt\(\) ends the call"):
+        future.cancel()
     with pytest.raises(TypeError, match=r"the Future of trainers.step is no list; get\(\) waits"):
         list(future)
     assert copy.copy(future).get() == [1]

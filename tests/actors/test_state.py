@@ -286,3 +286,8 @@ def test_a_class_that_needs_another_thread_is_refused_with_the_reason(procs: Pro
     assert redefine.redefine_from(names) == []
     assert counters.add.call_one(3).get(TIMEOUT_S) == 3
     counters.stop().get(TIMEOUT_S)
+
+
+def test_what_cannot_be_pulled_is_named_as_it_was_written(trainers: ActorMesh[Any]) -> None:
+    with pytest.raises(TransferError, match=r"^trainers\.state\.waits: .*cannot be pickled"):
+        pull(trainers.state.waits)

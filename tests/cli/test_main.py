@@ -228,3 +228,15 @@ def test_a_reader_that_leaves_early_is_no_error(mesh: Mesh) -> None:
     )
     assert done.stdout == "[0\n"
     assert done.stderr == ""
+
+
+def test_arguments_of_a_script_that_are_not_behind_two_dashes_are_answered_with_how_to_write_them() -> None:
+    done = meshbook("run", "train.py", "-n", "2", "--epochs", "3")
+    assert done.status == 2
+    assert "arguments follow --: meshbook run FILE.py -- --epochs 3" in done.err
+    assert "follow --" not in meshbook("list", "--epochs").err
+
+
+def test_help_shows_the_mark_of_a_cell_as_it_is_written() -> None:
+    assert "a script with `# %%` cells" in " ".join(meshbook("run", "--help").out.split())
+    assert "a script with `# %%` cells" in " ".join(meshbook("--help").out.split())

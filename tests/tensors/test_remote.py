@@ -51,6 +51,23 @@ def resident(mesh: Mesh) -> list[int]:
 # ---- values
 
 
+def test_a_dtensor_on_a_device_mesh_of_a_cells_own_is_one_of_this_mesh_if_it_has_its_shape(mesh2: Mesh) -> None:
+    mesh2.run(
+        "from torch.distributed.device_mesh import DeviceMesh, init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "own = distribute_tensor(torch.arange(5.0), init_device_mesh('cpu', (world_size,)), [Shard(0)])\n"
+        "total, turned = own.sum(), distribute_tensor(torch.ones(2), DeviceMesh('cpu', [1, 0]), [Shard(0)])"
+    )
+    own: Any = mesh2["own"]
+    assert own.placements == (Shard(0),)
+    assert own.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert f"{mesh2['total']:.1f}" == "10.0"
+    own.mul_(2)
+    assert mesh2.run("own.full_tensor().tolist()").values.same() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    with pytest.raises(OperationFailed, match=r"not along the axes of this mesh; take turned.full_tensor\(\)"):
+        (mesh2["turned"] + 1).tolist()
+
+
 def test_an_array_has_the_shape_of_its_tensor_and_is_one_only_where_all_ranks_agree(mesh2: Mesh) -> None:
     mesh2.run("own, equal = torch.arange(3.0) + rank, torch.tensor([1.0, float('nan')])")
     assert numpy.array_equal(numpy.asarray(mesh2["equal"]), [1.0, float("nan")], equal_nan=True)

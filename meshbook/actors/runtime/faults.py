@@ -43,7 +43,7 @@ class ActorError(MeshbookError):
         self.message = message
         self.ranks = tuple(ranks)
         self.traceback = with_source(traceback) if traceback else _format_exception(exception)
-        self.others = tuple(others)
+        self.others = tuple((ranks, other, with_source(text)) for ranks, other, text in others)
         super().__init__(message)
 
     @property

@@ -103,9 +103,8 @@ class Future(Generic[R]):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or name in self.__slots__:
             raise AttributeError(name)
-        raise AttributeError(
-            f"the Future of {self.label} has no {name!r}; get() waits for its value, which may have it"
-        )
+        hint = "interrupt() ends the call" if name == "cancel" else "get() waits for its value, which may have it"
+        raise AttributeError(f"the Future of {self.label} has no {name!r}; {hint}")
 
     def __iter__(self) -> NoReturn:
         raise TypeError(f"the Future of {self.label} is no list; get() waits for its value, which may be one")

@@ -333,9 +333,14 @@ class RankTensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__} on rank {self.rank}, not a tensor")
         if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
-            raise TypeError(
-                f"{name} lies on {tensor.device_mesh}, not on all of this mesh; take x.to_local() in a cell"
-            )
+            if not torch.equal(tensor.device_mesh.mesh, mesh.mesh):
+                raise TypeError(
+                    f"{name} lies on {tensor.device_mesh}, not along the axes of this mesh; take {name}.full_tensor() "
+                    f"or {name}.to_local() in a cell"
+                )
+            # A cell, or fully_shard() without a mesh, has made a DeviceMesh of its own with the same ranks.
+            local, size, stride = tensor.to_local().detach(), tensor.shape, tensor.stride()
+            tensor = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
         current_placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
         current = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), current_placements)
         if current != (shape, dtype, placements):
@@ -345,7 +350,8 @@ class RankTensors:
                 f"look it up again, mesh[{name!r}]"
             )
         FOREIGN_MEMORY.add(tensor)
-        return tensor.detach()
+        detached: torch.Tensor = tensor.detach()
+        return detached
 
 
 def _describe_tensor(shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...] | None) -> str:
