@@ -51,6 +51,13 @@ class ValueMesh(MeshTrait, Generic[R]):
     def __iter__(self) -> Iterator[tuple[Point, R]]:
         return self.items()
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Return an array with the mesh's dims, and after them those of a value, for NumPy and Matplotlib."""
+        import numpy
+
+        values = numpy.asarray([numpy.asarray(value) for value in self.values()], dtype=dtype)
+        return values.reshape(*self._axes.shape, *values.shape[1:])
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, ValueMesh) and self.extent == other.extent and list(self.values()) == list(other.values())

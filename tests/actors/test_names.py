@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from meshbook import actor
+from meshbook.actor import ValueMesh
 from meshbook.actors.shape import Extent, Point
+from meshbook.mesh_axes import MeshAxes
 
 
 class Reader(actor.Actor):
@@ -52,3 +56,11 @@ def test_a_forgotten_get_is_named_where_the_future_is_used_as_its_value() -> Non
         list(future)
     assert copy.copy(future).get() == [1]
     assert not hasattr(future, "__array__")
+
+
+def test_values_of_a_mesh_are_an_array_of_its_dims_and_theirs() -> None:
+    axes = MeshAxes.of({"hosts": 2, "gpus": 2})
+    losses: Any = ValueMesh(axes, [0.1, 0.2, 0.3, 0.4])
+    assert np.asarray(losses).tolist() == [[0.1, 0.2], [0.3, 0.4]]
+    weights: Any = ValueMesh(axes, [torch.full((3,), float(rank)) for rank in range(4)])
+    assert np.asarray(weights, dtype="float32").shape == (2, 2, 3)

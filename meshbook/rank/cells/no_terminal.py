@@ -12,7 +12,7 @@ import os
 import pdb
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,17 +34,16 @@ class TerminalReplacement:
         can_ask: whether a client gives the debugger commands.
     """
 
-    def __init__(self, presets: Mapping[str, Any], cell_title: Callable[[str], str | None]) -> None:
+    def __init__(self, cell_title: Callable[[str], str | None]) -> None:
         """
         Args:
-            presets: has the number of this rank as `rank`, once that is known.
             cell_title: of the cell with a file name, "cell 12"; None: it is no cell's.
         """
         self.request_input: Callable[[str, bool], str] = _refuse_input
         self.ask_command: AskCommand = _refuse_command
         self.can_ask: Callable[[], bool] = lambda: False
         self.stop_elsewhere: Callable[[FrameType], bool] = lambda _frame: False
-        self._presets, self._cell_title = presets, cell_title
+        self._cell_title = cell_title
         self._debugger: RankDebugger | None = None
         self._pid = os.getpid()
 
@@ -111,8 +110,8 @@ class TerminalReplacement:
 
     def refuse_exit(self) -> NoReturn:
         raise MeshbookError(
-            "exit does not end a rank: the mesh would lose its state. `%mesh stop` ends the mesh, `%mesh kill "
-            f"{self._presets.get('rank', 0)}` this rank; os._exit() ends its process for good"
+            "exit does not end a rank: the mesh would lose its state. `%mesh stop` ends the mesh, `%mesh kill` with a "
+            "rank's number that rank; os._exit() ends its process for good"
         )
 
     def _input(self, prompt: object = "", /) -> str:

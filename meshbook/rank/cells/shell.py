@@ -87,7 +87,7 @@ class RankShell(InteractiveShell):
         self._gate = gate
         self.rl_next_input: str | None = None  # what a cell has put into the next one
         self._preset_names: dict[str, Any] = {}
-        self.terminal = TerminalReplacement(self._preset_names, self.cell_title)
+        self.terminal = TerminalReplacement(self.cell_title)
         with without_database():
             # display_page: pager output is displayed instead, because `less` would wait for a terminal forever.
             super().__init__(display_page=True, **kwargs)
