@@ -153,6 +153,43 @@ def test_an_operation_of_a_recorded_step_is_named_with_the_notebooks_line(mesh: 
     assert f"line {step.__wrapped__.__code__.co_firstlineno + 2} in step" in text
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_nan_that_came_with_the_data_is_named_by_the_first_operation_that_reads_it(
+    mesh: Mesh, is_recorded: bool
+) -> None:
+    weight = distribute(torch.ones(8, 2), mesh)
+
+    def step(x: Any) -> Any:
+        return (x @ weight).square().mean()
+
+    rows = torch.ones(8, 8)
+    run = record(step) if is_recorded else step
+    mesh.nan(True)
+    for number in range(6):
+        if number == 5:
+            rows[2, 3] = torch.nan
+        run(distribute(rows, mesh, sharding_spec=["rank"])).item()
+        if number < 5:
+            assert heard(mesh)
+    ((rank, found),) = heard(mesh).findings
+    assert (rank, found.phase) == (0, "remote input")
+    assert "an input of mm (remote), NaN before it" in found.text
+    assert f"line {step.__code__.co_firstlineno + 1} in step" in found.text
+
+
+def test_numbers_that_are_missing_by_intention_give_no_alarm(mesh: Mesh) -> None:
+    mesh.nan(True)
+    rows = torch.randn(8, 8)
+    rows[rows > 1] = torch.nan
+    for _ in range(50):
+        x = distribute(rows, mesh, sharding_spec=["rank"])
+        for _ in range(5):  # windows of the sentinel end anywhere
+            x = x * 2 - x
+        torch.where(x.isnan(), 0.0, x).square().mean().item()
+        x.nan_to_num().sum().item()
+    assert heard(mesh)
+
+
 class Learner(torch.nn.Module):
     """Has a root, whose gradient at 0 is infinite, and random numbers before it."""
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshbook.diagnose.source_files import is_cell_file, short_path
 from meshbook.rank import scalars
@@ -80,6 +81,34 @@ class _RanOp:
         return Flow(kind, False, [id(tensor) for tensor in carried], results[: kind.num_results])
 
 
+class NaNReader:
+    """The first operation that read NaN which no operation before it had made, with all that were searched."""
+
+    def __init__(self) -> None:
+        self.op = self.line = ""  # its name and the notebook's line; "": there was none
+        self._made: Any = WeakIdKeyDictionary()  # results of operations that were searched
+
+    def note(self, ran: _RanOp, line_of: Callable[[Issued], str]) -> None:
+        """Take note of the next operation that is searched."""
+        others = [tensor for tensor in ran.inputs if tensor not in self._made]
+        if ran.is_view and others:
+            return
+        if not self.op and ran.before is None and "nan" in numbers.kinds(others):
+            self.op, self.line = ran.kind.name, line_of(ran.issued)
+        self._made.update(dict.fromkeys(ran.results))
+
+    def found_finite(self, ran: Iterable[_RanOp]) -> None:
+        """Take note of operations whose results are finite, but for what collectives may give yet.
+
+        A single number that is finite (a loss) ends the search for what made one NaN.
+        """
+        for each in ran:
+            if each.has_collectives:
+                self._made.update(dict.fromkeys(each.results))
+            if self.op and any(tensor.numel() == 1 and tensor.is_floating_point() for tensor in each.results):
+                self.op = ""
+
+
 class RemoteOps:
     """A `watching.OpsWatcher`: calls back at the first operation of each batch that makes numbers that are not finite.
 
@@ -95,6 +124,7 @@ class RemoteOps:
         count_collectives: Callable[[], int],
         found: Callable[[BadOperation, str, tuple[int, int]], None],
         guarded: Callable[[Callable[..., Any]], Callable[..., Any]],
+        reader: NaNReader,
     ) -> None:
         """
         Args:
@@ -103,8 +133,9 @@ class RemoteOps:
             count_collectives: returns how many this rank has begun.
             found: takes the operation, the notebook's line, and the numbers of the last collective before it and in it.
             guarded: returns a function that does not raise.
+            reader: of all batches.
         """
-        self._tensors, self._is_watched, self._found = tensors, is_watched, found
+        self._tensors, self._is_watched, self._found, self._reader = tensors, is_watched, found, reader
         self._count_collectives, self._guarded = count_collectives, guarded
         self._ran: list[_RanOp] = []
         self._num_bytes = 0
@@ -183,15 +214,25 @@ class RemoteOps:
         looked_at = [tensors[key] for key in unread(flows)]  # type: ignore[index]
         with _disable_current_modes():  # a step that is traced while it runs has no part in this
             if numbers.are_finite(looked_at):
+                self._reader.found_finite(ran)
                 return True
             self.search(ran)
         return False
 
     def search(self, ran: Iterable[_RanOp]) -> bool:
-        """Report the first bad operation of these; return whether there was one."""
+        """Report the first bad operation of these; return whether there was one.
+
+        Else the first one that read NaN from elsewhere, if a single number of these (a loss, a norm) is NaN: numbers
+        that are missing by intention end in none.
+        """
         if not self._is_watched():
             return False
+        first, has_bad_number = self._reader, False
         for each in ran:
+            first.note(each, self._line_of)
+            has_bad_number = has_bad_number or any(
+                tensor.numel() == 1 and "nan" in numbers.kinds([tensor]) for tensor in each.results
+            )
             if each.is_view:
                 continue
             bad = describe_bad(each.kind.name, [*each.inputs, *each.constants], each.results, each.before)
@@ -200,7 +241,10 @@ class RemoteOps:
                 line = self._line_of(each.issued)
                 self._found(BadOperation("", op, "remote", None, dtype, size), line, each.collectives)
                 return True
-        return False
+        if not first.op or not has_bad_number:
+            return False
+        self._found(BadOperation("", first.op, "remote input", None, "", None), first.line, (0, 0))
+        return True
 
     def _not_repeated(self, op: str, first: Issued, last: Issued) -> None:
         """Report a result that was not finite, and is finite now that the operations between two lines ran again."""

@@ -36,7 +36,7 @@ from meshbook.rank.differences.kept_calls import KeptCalls
 from meshbook.rank.differences.leaves import LeafWatch
 from meshbook.rank.differences.numbers import Place
 from meshbook.rank.differences.overflows import GivenBad
-from meshbook.rank.differences.remote_ops import PlaceNames, RemoteOps, RunningOps
+from meshbook.rank.differences.remote_ops import NaNReader, PlaceNames, RemoteOps, RunningOps
 from meshbook.rank.differences.remote_training import RemoteTraining
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
@@ -89,6 +89,7 @@ class Sentinel:
         self._is_scaling = False  # by a scaler of a cell: bad gradients are no fault until a step is taken with them
         self._is_quiet = False  # what is bad now has been reported, or came from elsewhere
         self._training = RemoteTraining(self, self._calls, self._places, self._hooks.guarded)
+        self._nan_reader = NaNReader()
         self._ops: RemoteOps | None = None  # while a batch of operations on remote tensors runs
 
     @property
@@ -132,7 +133,12 @@ class Sentinel:
         self._inputs.clear()
         self._places.remote_op = tensors.current_op
         self._ops = RemoteOps(
-            tensors, self._may_watch_operation, self._num_collectives, self._found_remote, self._hooks.guarded
+            tensors,
+            self._may_watch_operation,
+            self._num_collectives,
+            self._found_remote,
+            self._hooks.guarded,
+            self._nan_reader,
         )
         return self._ops
 
@@ -322,6 +328,7 @@ class Sentinel:
             self._notify(finding.text)
 
     def _forget_step(self) -> None:
+        self._nan_reader.op = ""
         self._calls.keep()
         self._inputs.clear()
 

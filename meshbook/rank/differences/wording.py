@@ -98,6 +98,8 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
             where = f"the input of {found.module}"
         case "remote":
             where = f"{found.op} (remote)"
+        case "remote input":
+            where = f"an input of {found.op} (remote), NaN before it"
         case "not repeated":
             where = f"a result of {found.op} (remote)"
         case _:
