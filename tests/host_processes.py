@@ -59,3 +59,8 @@ def agent_of(keeper: int) -> int | None:
 def standby_of(keeper: int) -> int | None:
     agent = agent_of(keeper)
     return None if agent is None else next(iter(forks_of(agent)), None)
+
+
+def agents_among(pids: Iterable[int]) -> set[int]:
+    """Return the host agents among these processes."""
+    return {agent for keeper in keepers_among(pids) if (agent := agent_of(keeper)) is not None}

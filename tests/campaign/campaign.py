@@ -32,6 +32,7 @@ from tests.campaign.report import Result
 from tests.campaign.scene import Scene, fork_server_of
 from tests.campaign.surroundings import Surroundings
 from tests.campaign.work import WORKS
+from tests.host_processes import agents_among
 from tests.random_faults.harness import ProgramHung, WrongResult, deadline, end_supervisor, stacks
 
 # Seconds after which a work that was hit counts as hung; and the same for healing and for verifying.
@@ -142,6 +143,7 @@ class Case:
         self._own_servers: set[int] = set()  # fork servers
         self._resize_servers: set[int] = set()
         self._own_supervisor: set[int] = set()
+        self._own_agents: set[int] = set()  # of hosts that are processes of their own
         self._before: checks.Remains
         self._exits: dict[int, Any] = {}
         self._exit_times: list[float] = []
@@ -165,6 +167,7 @@ class Case:
         self._before = checks.look_round(run)
         self.own_pids, self._own_servers = self._mesh_pids(), self._fork_servers()
         self._own_supervisor = {self.mesh.session.info.supervisor_pid}
+        self._own_agents = agents_among(self._before.processes)
         with deadline(lambda: self.mesh, HANG_S):
             error = self._work_with_fault()
         if self._fault_error is not None:
@@ -186,6 +189,9 @@ class Case:
             new, gone = self._mesh_pids() - self.own_pids, self.own_pids - self._mesh_pids()
         elif self.fault.name == "supervisor killed":
             new, gone = {self.mesh.session.info.supervisor_pid}, self._own_supervisor
+        elif self.fault.name == "host agent killed":
+            agents = agents_among(checks.look_round(run).processes)
+            new, gone = new | agents - self._own_agents, gone | self._own_agents - agents
         self.result.problems += checks.check_leaks(run, self._before, new, gone)
 
     def _expected_lost(self) -> tuple[int, ...]:

@@ -199,13 +199,16 @@ def look_round(run: Run) -> Remains:
 
 
 def _comes_and_goes(pid: int) -> bool:
-    """Whether this has ended meanwhile, or is a supervisor's standby, replaced as its supervisor starts one."""
+    """Whether this has ended meanwhile, or is a supervisor's or host's standby, replaced as these start processes."""
     try:
         process = psutil.Process(pid)
         parent, command = process.parent(), process.cmdline()
         if not command:  # it is ending, and has no memory any more
             return True
-        return parent is not None and "meshbook.supervisor" in parent.cmdline() == command
+        if parent is None or parent.cmdline() != command:
+            return False
+        above = parent.parent()
+        return "meshbook.supervisor" in command or (above is not None and above.cmdline() == command)
     except psutil.NoSuchProcess as error:
         return error.pid == pid  # else its parent has ended
     except psutil.Error:
