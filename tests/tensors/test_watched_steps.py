@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook.rank.differences.remote_ops import RemoteOps
+from meshbook.rank.differences.remote_ops import NaNReader, RemoteOps
 from meshbook.rank.differences.rerun import BadOperation
 from meshbook.rank.tensors import watched_ops
 from meshbook.rank.tensors.engine import CurrentOp
@@ -40,7 +40,7 @@ def found_in(step: Callable[..., Sequence[torch.Tensor]], first: torch.Tensor, s
         return function
 
     function = lowering.compile(results)
-    ops = RemoteOps(Batch(), lambda: not found, lambda: 0, note, unguarded)
+    ops = RemoteOps(Batch(), lambda: not found, lambda: 0, note, unguarded, NaNReader())
     with torch.no_grad():
         got = function.watched.run([second.clone()], [], ops.of_recorded(LINES))
         wanted = function.run([second.clone()], [])
