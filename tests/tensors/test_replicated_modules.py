@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, UsageError
+from meshbook.rank.tensors.dtensor_mode import DTensorMode
 
 pytestmark = pytest.mark.numbers
 
@@ -121,6 +122,11 @@ def test_what_a_module_made_itself_cannot_be_written_into_and_the_error_says_wha
         CellError, match=r"that the module has made itself, out = torch.zeros\(...\): make it by x.new_"
     ):
         model(meshbook.distribute(torch.rand(4, 4), mesh2, [Shard(0)]))
+
+
+def test_what_torch_cannot_do_with_tensors_that_a_module_made_itself_is_torchs_own_error() -> None:
+    with DTensorMode(), pytest.raises(NotImplementedError, match="not implemented for 'Float8_e5m2'"):
+        torch.ones(2, dtype=torch.float8_e5m2).sum()
 
 
 class Sparse(nn.Module):

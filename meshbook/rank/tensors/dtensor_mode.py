@@ -75,6 +75,8 @@ def _run_placed(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on operands that are placed as it needs them."""
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     distributed = [tensor for tensor in inputs if isinstance(tensor, DTensor)]
+    if not distributed:
+        return func(*args, **kwargs)
     for tensor in distributed:
         _reduce_partial(tensor)
     written = mutated_inputs(func, args, kwargs, inputs)
