@@ -131,7 +131,7 @@ class MonarchMain(DriverMain):
         self._hosts: Any = None
         self._local: Any = None  # a process of Monarch's on this machine, which connects to forwarded ports
         self._forwarder: Any = None
-        self._relays: list[asyncio.Server] = []
+        self._relays: dict[tuple[str, int], asyncio.Server] = {}  # by the place to which they lead
 
     async def allocate(self, first: DriverCommand) -> str | None:
         if isinstance(first, DescribeJob):
@@ -187,9 +187,9 @@ class MonarchMain(DriverMain):
             self._forwarder = self._local.spawn("ports", PortForwarder)
         ways = []
         for place in places:
-            relay = await _relay(*place)
-            self._relays.append(relay)
-            port = relay.sockets[0].getsockname()[1]
+            if place not in self._relays:
+                self._relays[place] = await _relay(*place)
+            port = self._relays[place].sockets[0].getsockname()[1]
             ways.append(await actor.forward(self._forwarder, self._local, port))
         return tuple(ways)
 

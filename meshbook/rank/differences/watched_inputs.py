@@ -89,7 +89,7 @@ class CollectiveInputs:
         return None
 
     def failed(self, collective: Collective, error: BaseException) -> None:
-        pass
+        self._finite.pop(collective.seq, None)
 
     def first_bad(self, until: int | None = None) -> Collective | None:
         """Return the first collective that this rank gave numbers to that are not finite. Waits for a GPU.

@@ -249,11 +249,6 @@ class ResidentModule:
                     "a parameter got no gradient in the step before; where that is as it should be: "
                     f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
                 ) from error
-            if isinstance(error, NotImplementedError) and "have a sharding strategy" in (text := message_of(error)):
-                raise NotImplementedError(
-                    f'{text} Under "replicate" a module computes with DTensors; strategy="ddp" and "fsdp" run any '
-                    "operation, and so does meshbook.module_to_mesh"
-                ) from error
             if isinstance(error, AssertionError) and _is_raised_by_dtensor(error) and not self.runs_locally:
                 raise TypeError(
                     'under "replicate" a module computes with DTensors, and one was written into a tensor that the '
