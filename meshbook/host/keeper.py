@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from meshbook.wire.process_control import adopt_orphans, die_with_parent, die_with_pipe
-from meshbook.wire.processes import open_pidfd
 
 _PID: Final = struct.Struct("<i")
 
@@ -85,14 +84,6 @@ class Keeper:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._statuses[ended[0]] = ended[1]
-
-
-def can_have_standby() -> bool:
-    """Whether the system has what standbys and keepers need."""
-    if (pidfd := open_pidfd(os.getpid())) is None:
-        return False
-    os.close(pidfd)
-    return True
 
 
 def end_like(status: int) -> NoReturn:

@@ -20,13 +20,14 @@ import zmq
 from meshbook.errors import TransferError
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
-from meshbook.host.keeper import Keeper, can_have_standby, end_like
+from meshbook.host.keeper import Keeper, end_like
 from meshbook.host.project_copy import ProjectCopy
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import codec, messages
 from meshbook.wire.descriptor_reserve import DescriptorReserve
 from meshbook.wire.linked_sockets import LinkedDealer
 from meshbook.wire.process_control import die_with_pipe
+from meshbook.wire.processes import has_pidfds
 from meshbook.wire.remote_start import HostPlace
 from meshbook.wire.replicated_loop import ReplicatedLoop
 from meshbook.wire.transfers import without_data
@@ -201,7 +202,7 @@ def main() -> None:
     raise_fd_limit()
     folder, host, identity, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     token, stdin = sys.stdin.readline().strip(), sys.stdin.fileno()
-    if can_have_standby():  # all of it ends when the supervisor has ended, and has no standby
+    if has_pidfds():  # all of it ends when the supervisor has ended, and has no standby
         keeper = Keeper(stdin)
         end_like(keeper.run(lambda: HostProcess(folder, host, token, keeper=keeper).run(identity, address)))
     die_with_pipe(stdin, with_group=False)

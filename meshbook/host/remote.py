@@ -25,7 +25,7 @@ import msgspec
 from meshbook.errors import MeshbookError, MeshInUse
 from meshbook.host.facts import gather_facts, interface_of, launch_address, own_address
 from meshbook.host.gpus import find_others_gpus
-from meshbook.host.keeper import Keeper, can_have_standby, end_like
+from meshbook.host.keeper import Keeper, end_like
 from meshbook.host.main import HostProcess
 from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import folders, processes
@@ -70,7 +70,7 @@ def main() -> None:
     folders.lock_folder(folder)
     status = 0
     try:
-        if can_have_standby():
+        if processes.has_pidfds():
             keeper = Keeper()
             status = keeper.run(lambda: _serve(folder, options.host, options.launched_from, keeper, options.light))
         else:

@@ -162,3 +162,11 @@ def open_pidfd(pid: int) -> int | None:
         raise
     except (OSError, AttributeError):
         return None
+
+
+def has_pidfds() -> bool:
+    """Whether the system has pidfds, which standbys and keepers of them need."""
+    if (pidfd := open_pidfd(os.getpid())) is None:
+        return False
+    os.close(pidfd)
+    return True

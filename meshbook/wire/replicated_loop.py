@@ -26,7 +26,7 @@ import zmq
 from meshbook.clock import monotonic, wall
 from meshbook.wire.event_log import EventLog, LoggedEvent, fork_with_log
 from meshbook.wire.loop import Loop, OnFrames, Shorten, Timer, unchanged
-from meshbook.wire.processes import open_pidfd
+from meshbook.wire.processes import has_pidfds
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.standby")
@@ -170,9 +170,7 @@ class ReplicatedLoop(Loop):
 
     def replicate(self) -> None:
         """Have a standby from the end of this turn on. Does nothing on systems without pidfd."""
-        pidfd = None if self._is_replicating or self._is_replaying else open_pidfd(os.getpid())
-        if pidfd is not None:
-            os.close(pidfd)
+        if not self._is_replicating and not self._is_replaying and has_pidfds():
             self._begin_reign()
             self._is_replicating = True
             self.diverge()
