@@ -63,7 +63,7 @@ soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.soak --minutes=$(MINUTES) $(SOAK_ARGS)
 
 # What the tests that start no process need; those of them that need more are skipped, with the reason.
-PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout pytest-xdist hypothesis
+PURE_NEEDS := pyzmq msgspec cloudpickle cryptography psutil numpy ipython nvidia-ml-py pytest pytest-timeout pytest-xdist hypothesis
 PURE_VENV = .venv-pure/$(notdir $(PYTHON))
 
 test-fast: $(VENV)/installed-dev

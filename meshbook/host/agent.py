@@ -113,7 +113,7 @@ class HostAgent:
         self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
         self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self, place=place)
         self._orphans = ProcessWatch(loop, self._orphan_exited, poll_s=_EXIT_POLL_S)  # ranks without a fork server
-        self._values = ArrivingValues(loop, self.ledger, report)
+        self.values = ArrivingValues(loop, self.ledger, report)
         self._logs = LogKeeper(loop, folder, host, report, mergeable=mergeable)
         self._snapshots = SnapshotCollector(
             loop, self.hostname, lambda rank, body: self._carry_out(self.ledger.ranks[rank].to_service(body)), report
@@ -130,8 +130,8 @@ class HostAgent:
         """Carry out a command. `body` is its encoding, which is forwarded to ranks unchanged."""
         ledger, now = self.ledger, self._loop.clock.monotonic()
         match command:
-            case _ if isinstance(command, self._values.COMMANDS):
-                self._carry_out(self._values.handle(command, now))
+            case _ if isinstance(command, self.values.COMMANDS):
+                self._carry_out(self.values.handle(command, now))
             case messages.StartRanks():
                 for rank, incarnation in (incarnations := ledger.start(command)).items():
                     self._sockets.expect(rank, incarnation)
@@ -189,7 +189,7 @@ class HostAgent:
     def take_over(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Go on in a process that was forked from the agent's, which has ended."""
         self._sockets.reopen(context)
-        for part in (self._logs, self._snapshots, self._values, self.launcher):
+        for part in (self._logs, self._snapshots, self.values, self.launcher):
             part.take_over()
         self._loop.call_later(_EXIT_REPORTS_S, self._find_exits, logged=False)
 
@@ -206,7 +206,7 @@ class HostAgent:
     def close(self) -> None:
         """Close the sockets. Call after `stop`."""
         self._heartbeat_timer.cancel()
-        for part in (self._snapshots, self._sockets, self._values, self._logs):
+        for part in (self._snapshots, self._sockets, self.values, self._logs):
             part.close()
 
     # ---- instructions
@@ -235,7 +235,7 @@ class HostAgent:
             case do.SendService(rank, body):
                 self._sockets.send_service(rank, body)
             case do.SendReport(report):
-                self._values.take_note(report)
+                self.values.take_note(report)
                 self._report(report)
             case do.KeepOutput():
                 self._logs.keep(instruction)
@@ -372,7 +372,7 @@ class HostAgent:
             is_killed_by_us=record.is_killed_by_us,
         )
         process.close()
-        self._values.remove_rank(record.rank)
+        self.values.remove_rank(record.rank)
         self._snapshots.rank_exited(exited)
         return exited
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshbook.host.instructions import Instructions
 from meshbook.host.ledger import HostLedger
 from meshbook.wire import codec, messages
 from meshbook.wire.buffers import SegmentPool
+from meshbook.wire.data_connections import DataConnections
 from meshbook.wire.loop import Loop
 from meshbook.wire.shared_buffers import find_shared
-from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunk
+from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunks
+
+_SUPERVISOR = 0  # among the peers of data connections
 
 
 class ArrivingValues:
@@ -25,9 +28,18 @@ class ArrivingValues:
         self._loop, self._ledger, self._report = loop, ledger, report
         self._pool = SegmentPool()
         self._fetcher = BufferFetcher(self._pool, loop.act)
+        self._data = DataConnections(loop, lambda _, chunk: self._fetcher.handle(chunk), self._data_ended)
+        self._listens_at = ""  # an address of this machine; "": not known yet
+        self._fetching: dict[str, str] = {}  # calls, and the transfer of each
         self._staged: dict[str, tuple[Any, Copies]] = {}  # by call: commands that may not begin yet
 
     COMMANDS = (messages.StagedCommand, messages.BeginStaged, messages.BufferChunk, messages.FetchChunk)
+
+    def listen(self, host: str) -> None:
+        """Have the supervisor connect to this address of this machine, for what is large."""
+        self._listens_at = host
+        if (address := self._loop.observe(lambda: self._data.listen(host, _SUPERVISOR))) is not None:
+            self._report(messages.DataListening(address))
 
     def handle(self, command: messages.HostCommand, now: float) -> Instructions:
         """Carry out one of COMMANDS."""
@@ -39,7 +51,7 @@ class ArrivingValues:
             case messages.BufferChunk():
                 self._fetcher.handle(command)
             case messages.FetchChunk():
-                self._report(serve_chunk(command))
+                self._serve(command)
         return []
 
     def take_note(self, report: messages.HostReport) -> None:
@@ -58,10 +70,24 @@ class ArrivingValues:
 
     def take_over(self) -> None:
         """Go on in a process that was forked from the host's, which has ended, with the memory for what was to come."""
+        self._data.take_over()
         self._fetcher.cancel_all("its machine's host agent was killed while it was on its way; send it again")
+        if self._listens_at:
+            self.listen(self._listens_at)
 
     def close(self) -> None:
+        self._data.close()
         self._pool.close()
+
+    def _serve(self, request: messages.FetchChunk) -> None:
+        if request.directly and self._loop.observe(lambda: self._data.serve(_SUPERVISOR, request)):
+            return
+        for chunk in serve_chunks(request):
+            self._report(chunk)
+
+    def _data_ended(self, _: int) -> None:
+        for name in list(self._fetching.values()):
+            self._fetcher.ask_again(name)
 
     def _stage(self, staged: messages.StagedCommand, now: float) -> Instructions:
         command: Any = codec.host_commands.decode_body(staged.body)
@@ -71,17 +97,27 @@ class ArrivingValues:
             self._loop.diverge()  # memory of this process alone is reserved
             readers = self._ledger.local(command.ranks)
             buffers = find_shared(command)
-            self._fetcher.fetch(buffers, readers, self._report, lambda found: self._fetched(command, found))
+            directly = self._loop.observe(lambda: self._data.is_open(_SUPERVISOR))
+            name = self._fetcher.fetch(
+                buffers, readers, self._report, lambda found: self._fetched(command, found), directly=directly
+            )
+            if self._fetcher.is_open(name):
+                self._fetching[command.call] = name
         return todo
 
     def _fetched(self, command: Any, found: Copies | str) -> None:
+        self._fetching.pop(command.call, None)
         if isinstance(found, str):
             self._report(messages.ValuesArrived(call=command.call, error=found))
             return
         self._staged[command.call] = command, found
         self._report(messages.ValuesArrived(call=command.call))
-        originals = tuple({buffer.segment for buffer in found})
-        for rank in self._ledger.local(command.ranks):  # nobody here reads them any more
+        self._release_originals(command, self._ledger.local(command.ranks))
+
+    def _release_originals(self, command: Any, ranks: Iterable[int]) -> None:
+        """Have their owner know that these ranks do not read the values that it has sent."""
+        originals = tuple({buffer.segment for buffer in find_shared(command)})
+        for rank in ranks:
             self._report(messages.SegmentsReleased(rank=rank, segments=originals))
 
     def _begin(self, begin: messages.BeginStaged, now: float) -> Instructions:
@@ -92,8 +128,11 @@ class ArrivingValues:
         if begin.error:
             for segment in segments:
                 self._pool.release_all(segment)
+            self._release_originals(command, self._ledger.local(command.ranks))
             return self._ledger.staged.fail(command, begin.error, now)
         todo, without = self._ledger.staged.begin(command, copies, now)
         for rank in without:
             self.released(rank, segments)
+        if not copies:  # they are on this machine
+            self._release_originals(command, without)
         return todo

@@ -97,6 +97,8 @@ class HostProcess:
             host=self._host, hostname=self.agent.hostname, pid=os.getpid(), token=self._token, facts=facts
         )
         self._supervisor.introduce(codec.encode_body(ready))
+        if facts is not None:
+            self.agent.values.listen(facts.address)
         self._check_lease()
         self.loop.run()
         self.agent.close()

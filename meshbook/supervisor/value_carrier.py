@@ -15,9 +15,10 @@ from meshbook.fold.outcomes import failure_report_for
 from meshbook.ids import client_of_call
 from meshbook.wire import codec, messages
 from meshbook.wire.buffers import SegmentPool
+from meshbook.wire.data_connections import DataConnections
 from meshbook.wire.loop import Loop
 from meshbook.wire.shared_buffers import find_shared, may_have_shared, replace_shared
-from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunk
+from meshbook.wire.transfers import BufferFetcher, Copies, serve_chunks
 
 
 @dataclass
@@ -46,6 +47,7 @@ class ValueCarrier:
         self._loop, self._send, self._pass_on = loop, send, pass_on
         self._pool = SegmentPool()
         self._fetcher = BufferFetcher(self._pool, loop.act)
+        self._data = DataConnections(loop, lambda host, chunk: self._fetcher.handle(chunk), self._data_ended)
         self._staged: dict[str, _Staged] = {}  # by call
         self._arriving: dict[str, int] = {}  # transfers of results, and the host of each
         self._segments: dict[str, str] = {}  # of results here, and the client that has yet to release each
@@ -69,7 +71,9 @@ class ValueCarrier:
             case messages.ValuesArrived():
                 self._arrived(host, report.call, report.error)
             case messages.FetchChunk():
-                self._send((host,), codec.encode_body(serve_chunk(report)))
+                self._serve(host, report)
+            case messages.DataListening():
+                self._data.dial(host, report.address)
             case messages.BufferChunk():
                 self._fetcher.handle(report)
             case messages.CallFinished() if is_remote and may_have_shared(body) and find_shared(report):
@@ -80,6 +84,7 @@ class ValueCarrier:
 
     def host_lost(self, host: int) -> None:
         """Wait no longer for values of, or on, a host that is lost."""
+        self._data.drop(host)
         for call in list(self._staged):
             self._arrived(host, call, "")
         for name in [name for name, source in self._arriving.items() if source == host]:
@@ -96,10 +101,22 @@ class ValueCarrier:
 
     def take_over(self) -> None:
         """Go on in a standby of the supervisor, which has ended, with the memory into which values were written."""
+        self._data.take_over()
         self._fetcher.cancel_all("the mesh's supervisor was killed while it was on its way; ask for it again")
 
     def close(self) -> None:
+        self._data.close()
         self._pool.close()
+
+    def _serve(self, host: int, request: messages.FetchChunk) -> None:
+        if request.directly and self._loop.observe(lambda: self._data.serve(host, request)):
+            return
+        for chunk in serve_chunks(request):
+            self._send((host,), codec.encode_body(chunk))
+
+    def _data_ended(self, host: int) -> None:
+        for name in [name for name, source in self._arriving.items() if source == host]:
+            self._fetcher.ask_again(name)
 
     def _arrived(self, host: int, call: str, error: str) -> None:
         staged = self._staged.get(call)
@@ -125,7 +142,11 @@ class ValueCarrier:
             self._pass_on(host, replace_shared(report, found))
 
         name = self._fetcher.fetch(
-            find_shared(report), 1, lambda request: self._send((host,), codec.encode_body(request)), done
+            find_shared(report),
+            1,
+            lambda request: self._send((host,), codec.encode_body(request)),
+            done,
+            directly=self._loop.observe(lambda: self._data.is_open(host)),
         )
         if self._fetcher.is_open(name):
             self._arriving[name] = host

@@ -2,14 +2,16 @@
 
 The side that lacks a buffer asks for its chunks, and never for more than a few at once: so the sender needs no queue,
 other messages pass between chunks, and no frame is large. What arrives goes into a segment of this process, which the
-processes of this machine read as they read those of their own. No sockets here: requests and chunks are messages.
+processes of this machine read as they read those of their own. No sockets here: requests are messages, and chunks come
+as messages too or by a `DataConnections`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,25 +27,67 @@ from meshbook.wire.segments import USE_COUNT, open_segment, use_number
 CHUNK_BYTES = 1 << 20
 # Smaller ones are given to a standby as they are.
 _MIN_LEFT_OUT_BYTES = 64 << 10
-# Chunks that were asked for and have not come. More than the way holds (10 Gbit/s and 5 ms are 6 MB) gains nothing.
-_MAX_REQUESTED = 8
+# Bytes asked for at once and in all that have not come: by messages, where more than the way holds (10 Gbit/s and 5 ms
+# are 6 MB) gains nothing, and by a data connection, where requests cost more than what is sent.
+_BY_MESSAGES = CHUNK_BYTES, 8 * CHUNK_BYTES
+_DIRECTLY = 8 * CHUNK_BYTES, 32 * CHUNK_BYTES
 
 
-def serve_chunk(request: FetchChunk) -> BufferChunk:
-    """Return a piece of a buffer of a process of this machine, or why it cannot be had."""
-    buffer, transfer = request.buffer, request.transfer
-    try:
-        fd = open_segment(buffer, os.O_RDONLY, buffer.offset + buffer.nbytes)
-        try:
-            data = _read_at(fd, request.nbytes, buffer.offset + request.offset)
-            (number,) = USE_COUNT.unpack(os.pread(fd, USE_COUNT.size, 0))
-        finally:
-            os.close(fd)
+@contextlib.contextmanager
+def open_requested(request: FetchChunk) -> Iterator[Callable[[memoryview, int], None]]:
+    """Give a function that reads what is at an offset of the buffer that is asked for, of a process of this machine.
+
+    Raises:
+        TransferError, OSError: here, or as it is read: the memory cannot be had any more.
+    """
+    buffer = request.buffer
+    fd = open_segment(buffer, os.O_RDONLY, buffer.offset + buffer.nbytes)
+
+    def read(target: memoryview, offset: int) -> None:
+        at = buffer.offset + offset
+        while target:
+            num_read = os.preadv(fd, [target], at)
+            if not num_read:
+                raise TransferError("this value ends in a smaller file")
+            target, at = target[num_read:], at + num_read
+        (number,) = USE_COUNT.unpack(os.pread(fd, USE_COUNT.size, 0))
         if number != use_number(buffer.segment):
             raise TransferError(f"process {buffer.pid} has reused the memory of this value; send it again")
+
+    try:
+        yield read
+    finally:
+        os.close(fd)
+
+
+def serve(request: FetchChunk, memory: memoryview) -> Iterator[tuple[BufferChunk, memoryview]]:
+    """Read what is asked for, in pieces: each without its data, and that. The last may say why it cannot be had.
+
+    Args:
+        memory: for CHUNK_BYTES, used for each.
+    """
+    at, end = request.offset, request.offset + request.nbytes
+    piece = BufferChunk(transfer=request.transfer, index=request.index)
+    try:
+        with open_requested(request) as read:
+            while at < end:
+                data = memory[: min(CHUNK_BYTES, end - at)]
+                read(data, at)
+                yield msgspec.structs.replace(piece, offset=at), data
+                at += len(data)
     except (TransferError, OSError) as error:
-        return BufferChunk(transfer=transfer, index=request.index, error=str(error))
-    return BufferChunk(transfer=transfer, index=request.index, data=data)
+        yield msgspec.structs.replace(piece, offset=at, error=str(error)), memory[:0]
+
+
+def serve_chunks(request: FetchChunk) -> Iterator[BufferChunk]:
+    """Read what is asked for, in messages."""
+    for piece, data in serve(request, memoryview(bytearray(min(CHUNK_BYTES, request.nbytes)))):
+        yield msgspec.structs.replace(piece, data=bytes(data))
+
+
+def without_bytes(chunk: BufferChunk) -> BufferChunk:
+    """Return a chunk as a standby of its receiver is given it."""
+    return msgspec.structs.replace(chunk, data=b"", left_out=len(chunk.data) + chunk.left_out)
 
 
 def without_data(message: bytes, decoder: codec.Decoder[Any] = codec.host_reports) -> bytes:
@@ -53,7 +97,7 @@ def without_data(message: bytes, decoder: codec.Decoder[Any] = codec.host_report
     chunk = decoder.decode_body(message)
     if not isinstance(chunk, BufferChunk):
         return message
-    return codec.encode_body(msgspec.structs.replace(chunk, data=b"", left_out=len(chunk.data)))
+    return codec.encode_body(without_bytes(chunk))
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:
@@ -62,17 +106,16 @@ def _write_at(fd: int, data: bytes, offset: int) -> None:
         done += os.pwrite(fd, memoryview(data)[done:], offset + done)
 
 
-def _read_at(fd: int, nbytes: int, offset: int) -> bytes:
-    data = os.pread(fd, nbytes, offset)
-    while len(data) < nbytes:
-        piece = os.pread(fd, nbytes - len(data), offset + len(data))
-        if not piece:
-            raise TransferError("this value ends in a smaller file")
-        data += piece
-    return data
-
-
 Copies = dict[SharedBuffer, SharedBuffer]
+
+
+@dataclass
+class _Missing:
+    """A part of a buffer that was asked for: what has not come of it."""
+
+    buffer: SharedBuffer
+    offset: int
+    nbytes: int
 
 
 @dataclass
@@ -80,15 +123,17 @@ class _Transfer:
     """Buffers that are on their way.
 
     Attributes:
-        unrequested: chunks that were not asked for yet: buffer, offset, bytes.
-        requested: by index, where each goes: descriptor, offset in its file, bytes.
+        directly: what is asked for is to come by a data connection.
+        unrequested: parts that were not asked for yet.
+        requested: by index, those that were.
     """
 
     copies: Copies
     send: Callable[[FetchChunk], None]
     on_done: Callable[[Copies | str], None]
-    unrequested: Iterator[tuple[SharedBuffer, int, int]]
-    requested: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    directly: bool
+    unrequested: Iterator[_Missing]
+    requested: dict[int, _Missing] = field(default_factory=dict)
     num_requested: int = 0
 
 
@@ -110,6 +155,8 @@ class BufferFetcher:
         readers: int | Collection[int],
         send: Callable[[FetchChunk], None],
         on_done: Callable[[Copies | str], None],
+        *,
+        directly: bool = False,
     ) -> str:
         """Begin to copy buffers; return the transfer's name.
 
@@ -117,6 +164,7 @@ class BufferFetcher:
             readers: see `SegmentPool.write`.
             send: sends a request to the machine of the buffers.
             on_done: called once, with the copies, or with why there are none; no segment is then retained.
+            directly: there is a data connection to that machine; if it ends, call `ask_again`.
         """
         name = str(next(self._numbers))
         try:
@@ -124,7 +172,8 @@ class BufferFetcher:
         except (TransferError, OSError) as error:
             on_done(f"this machine has no memory for it: {error}")
             return name
-        self._transfers[name] = _Transfer(copies, send, on_done, _iter_chunks(buffers))
+        parts = _iter_parts(buffers, (_DIRECTLY if directly else _BY_MESSAGES)[0])
+        self._transfers[name] = _Transfer(copies, send, on_done, directly, parts)
         self._request(name)
         return name
 
@@ -132,18 +181,30 @@ class BufferFetcher:
         return name in self._transfers
 
     def handle(self, chunk: BufferChunk) -> None:
-        """Take a chunk that has come; of a transfer that has ended it is dropped."""
+        """Take a chunk that has come; of a transfer that has ended, or if it came before, it is dropped."""
         transfer = self._transfers.get(chunk.transfer)
-        place = None if transfer is None else transfer.requested.pop(chunk.index, None)
-        if transfer is None or place is None:
+        missing = None if transfer is None else transfer.requested.get(chunk.index)
+        if transfer is None or missing is None or chunk.offset != missing.offset:
             return
-        fd, offset, nbytes = place
         num_came = len(chunk.data) + chunk.left_out
-        if chunk.error or num_came != nbytes:
-            self.cancel(chunk.transfer, chunk.error or f"{num_came} bytes came, and {nbytes} were asked for")
+        if chunk.error or not 0 < num_came <= missing.nbytes:
+            self.cancel(chunk.transfer, chunk.error or f"{num_came} bytes came, and {missing.nbytes} were asked for")
             return
-        self._act(lambda: _write_at(fd, chunk.data, offset))
-        self._request(chunk.transfer)
+        copy = transfer.copies[missing.buffer]
+        self._act(lambda: _write_at(copy.fd, chunk.data, copy.offset + chunk.offset))
+        missing.offset, missing.nbytes = missing.offset + num_came, missing.nbytes - num_came
+        if not missing.nbytes:
+            del transfer.requested[chunk.index]
+            self._request(chunk.transfer)
+
+    def ask_again(self, name: str) -> None:
+        """The data connection has ended: ask for all that has not come of a transfer as messages."""
+        transfer = self._transfers.get(name)
+        if transfer is not None and transfer.directly:
+            missing, transfer.requested = transfer.requested.values(), {}
+            transfer.unrequested = itertools.chain(_split(missing), _split(transfer.unrequested))
+            transfer.directly = False
+            self._request(name)
 
     def cancel(self, name: str, reason: str) -> None:
         """End a transfer that is not done; `on_done` is called with the reason."""
@@ -160,21 +221,37 @@ class BufferFetcher:
 
     def _request(self, name: str) -> None:
         transfer = self._transfers[name]
-        while len(transfer.requested) < _MAX_REQUESTED:
-            chunk = next(transfer.unrequested, None)
-            if chunk is None:
+        part_bytes, max_bytes = _DIRECTLY if transfer.directly else _BY_MESSAGES
+        while len(transfer.requested) * part_bytes < max_bytes:
+            missing = next(transfer.unrequested, None)
+            if missing is None:
                 break
-            buffer, offset, nbytes = chunk
-            copy, index = transfer.copies[buffer], transfer.num_requested
+            index = transfer.num_requested
             transfer.num_requested += 1
-            transfer.requested[index] = copy.fd, copy.offset + offset, nbytes
-            transfer.send(FetchChunk(transfer=name, index=index, buffer=buffer, offset=offset, nbytes=nbytes))
+            transfer.requested[index] = missing
+            transfer.send(
+                FetchChunk(
+                    transfer=name,
+                    index=index,
+                    buffer=missing.buffer,
+                    offset=missing.offset,
+                    nbytes=missing.nbytes,
+                    directly=transfer.directly,
+                )
+            )
         if not transfer.requested:
             del self._transfers[name]
             transfer.on_done(transfer.copies)
 
 
-def _iter_chunks(buffers: Sequence[SharedBuffer]) -> Iterator[tuple[SharedBuffer, int, int]]:
+def _iter_parts(buffers: Iterable[SharedBuffer], part_bytes: int) -> Iterator[_Missing]:
     for buffer in buffers:
-        for offset in range(0, buffer.nbytes, CHUNK_BYTES):
-            yield buffer, offset, min(CHUNK_BYTES, buffer.nbytes - offset)
+        for offset in range(0, buffer.nbytes, part_bytes):
+            yield _Missing(buffer, offset, min(part_bytes, buffer.nbytes - offset))
+
+
+def _split(parts: Iterable[_Missing]) -> Iterator[_Missing]:
+    """Cut parts into those that are asked for as messages."""
+    for part in parts:
+        for offset in range(0, part.nbytes, CHUNK_BYTES):
+            yield _Missing(part.buffer, part.offset + offset, min(CHUNK_BYTES, part.nbytes - offset))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -16,16 +17,27 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.budget import WAIT_S, when
-from tests.cluster.bed import Bed
+from tests.cluster.bed import NETWORK, Bed
 from tests.host_processes import agent_of, keeper_of, keepers_among, standby_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("starts_meshes")]
 
 
-@pytest.fixture(scope="module")
-def mesh(bed: Bed) -> Iterator[Mesh]:
-    with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
+@pytest.fixture(scope="module", params=["through ssh", "by data connections"])
+def mesh(request: pytest.FixtureRequest, bed: Bed) -> Iterator[Mesh]:
+    is_direct = request.param == "by data connections"  # where the supervisor can connect to the machines' ports
+    with contextlib.ExitStack() as stack:
+        with bed.here() if is_direct else contextlib.nullcontext():
+            mesh = stack.enter_context(create_mesh(4, on="ssh://n1,n2", torch=False))
+        mesh.run("pass")
+        when(lambda: _has_data_connection(bed) == is_direct)
         yield mesh
+        assert _has_data_connection(bed) == is_direct
+
+
+def _has_data_connection(bed: Bed) -> bool:
+    """Whether something other than an sshd has a connection from "here", on every machine."""
+    return all(f"{NETWORK}.200:" in bed.run(name, "ss", "-tnH", "sport", "!=", ":22") for name in ("n1", "n2"))
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +57,9 @@ def test_a_value_on_its_way_when_a_host_agent_is_killed_is_whole_or_an_error_tha
 ) -> None:
     mesh.run("import numpy as np\nbig = np.full(4 << 20, 1.0 + rank)")  # 32 MiB
     pids = [rank.pid for rank in mesh.status().ranks]
+    keeper = keeper_of(mesh.name, 1)
     for up in (True, False):
-        keeper = keeper_of(mesh.name, 1)
-        when(lambda keeper=keeper: standby_of(keeper) is not None)  # type: ignore[misc]
+        when(lambda: standby_of(keeper) is not None)
         agent = agent_of(keeper)
         assert agent is not None
         killer = threading.Timer(delay_s, lambda agent=agent: os.kill(agent, signal.SIGKILL))  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from meshbook.wire import codec
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.messages import BufferChunk, FetchChunk, InlineBuffer, Payload, SharedBuffer
 from meshbook.wire.shared_buffers import find_shared, replace_shared
-from meshbook.wire.transfers import CHUNK_BYTES, BufferFetcher, Copies, serve_chunk, without_data
+from meshbook.wire.transfers import CHUNK_BYTES, BufferFetcher, Copies, serve_chunks, without_data
 
 
 class Ends:
@@ -23,14 +24,21 @@ class Ends:
         self.requests: deque[FetchChunk] = deque()
         self.found: list[Copies | str] = []
 
-    def fetch(self, buffers: list[SharedBuffer]) -> str:
-        return self.fetcher.fetch(buffers, 1, self.requests.append, self.found.append)
+    def fetch(self, buffers: list[SharedBuffer], *, directly: bool = False) -> str:
+        return self.fetcher.fetch(buffers, 1, self.requests.append, self.found.append, directly=directly)
 
-    def carry(self, num_chunks: int = 1000) -> None:
-        for _ in range(num_chunks):
+    def carry(self, num_requests: int = 1000) -> None:
+        for _ in range(num_requests):
             if not self.requests:
                 return
-            self.fetcher.handle(serve_chunk(self.requests.popleft()))
+            for chunk in serve_chunks(self.requests.popleft()):
+                self.fetcher.handle(chunk)
+
+    def contents(self, buffers: list[SharedBuffer]) -> list[bytes]:
+        """What has arrived of a transfer that is done."""
+        (copies,) = self.found
+        assert isinstance(copies, dict)
+        return [bytes(view) for view in SegmentReader().open_all([copies[buffer] for buffer in buffers])]
 
 
 @pytest.fixture
@@ -48,14 +56,43 @@ def shared(ends: Ends, *contents: bytes) -> list[SharedBuffer]:
 CONTENTS = [bytes(range(256)) * 400, b"", b"x" * (3 * CHUNK_BYTES + 17), b"y" * (9 << 20)]
 
 
-def test_what_arrives_is_what_was_sent(ends: Ends) -> None:
+@pytest.mark.parametrize("directly", [False, True])
+def test_what_arrives_is_what_was_sent(ends: Ends, directly: bool) -> None:
     buffers = shared(ends, *CONTENTS)
-    ends.fetch(buffers)
+    ends.fetch(buffers, directly=directly)
     ends.carry()
-    (copies,) = ends.found
-    assert isinstance(copies, dict)
-    views = SegmentReader().open_all([copies[buffer] for buffer in buffers])
-    assert [bytes(view) for view in views] == CONTENTS
+    assert ends.contents(buffers) == CONTENTS
+
+
+def test_what_a_data_connection_has_not_brought_is_asked_for_as_messages(ends: Ends) -> None:
+    content = random.Random(0).randbytes(50 << 20)
+    buffers = shared(ends, content)
+    name = ends.fetch(buffers, directly=True)
+    assert all(request.directly for request in ends.requests)
+    half_brought, lost = list(serve_chunks(ends.requests.popleft())), ends.requests.popleft()
+    for chunk in half_brought[:3]:
+        ends.fetcher.handle(chunk)
+    ends.carry(1)
+    ends.requests.clear()
+    ends.fetcher.ask_again(name)
+    assert not any(request.directly for request in ends.requests)
+    late = [*half_brought, *serve_chunks(lost)]
+    for chunk in late:  # of requests that were made again; they are not counted twice
+        ends.fetcher.handle(chunk)
+    ends.carry()
+    assert ends.contents(buffers) == [content]
+    ends.fetcher.ask_again(name)  # of a transfer that is done
+
+
+def test_a_piece_that_comes_twice_is_dropped(ends: Ends) -> None:
+    content = random.Random(0).randbytes(12 << 20)
+    buffers = shared(ends, content)
+    ends.fetch(buffers, directly=True)
+    while ends.requests:
+        for chunk in serve_chunks(ends.requests.popleft()):
+            ends.fetcher.handle(chunk)
+            ends.fetcher.handle(chunk)
+    assert ends.contents(buffers) == [content]
 
 
 def test_few_chunks_are_asked_for_at_once(ends: Ends) -> None:
@@ -108,7 +145,8 @@ def test_buffers_are_found_and_replaced_wherever_they_are() -> None:
 def test_a_standby_is_given_the_size_of_a_large_chunk_and_comes_to_the_same(ends: Ends) -> None:
     ends.fetch(shared(ends, CONTENTS[2]))
     while ends.requests:
-        body = codec.encode_body(serve_chunk(ends.requests.popleft()))
+        (served,) = serve_chunks(ends.requests.popleft())
+        body = codec.encode_body(served)
         chunk = codec.host_commands.decode_body(without_data(body, codec.host_commands))
         assert isinstance(chunk, BufferChunk)
         assert len(chunk.data) + chunk.left_out in (CHUNK_BYTES, 17)

@@ -216,6 +216,7 @@ HostReport = (
     | HostFailed
     | HostAlive
     | ValuesArrived
+    | DataListening
     | FetchChunk
     | BufferChunk
     | FetchFiles

@@ -57,13 +57,14 @@ class BeginStaged(Message):
 
 
 class FetchChunk(Message):
-    """To the machine of a buffer, up or down: send a piece of it. The reply is `BufferChunk`."""
+    """To the machine of a buffer, up or down: send a part of it. The reply are `BufferChunk`s, in order."""
 
     transfer: str  # the asking side's name for it
-    index: int  # of the piece, in this transfer
+    index: int  # of the part, in this transfer
     buffer: SharedBuffer
     offset: int  # in the buffer
     nbytes: int
+    directly: bool = False  # by the data connection, if there still is one
 
 
 class BufferChunk(Message):
@@ -71,6 +72,7 @@ class BufferChunk(Message):
 
     transfer: str
     index: int
+    offset: int = 0  # in the buffer
     data: bytes = b""
     error: str = ""  # why it cannot be had
     left_out: int = 0  # bytes of the data that are not here, in a standby

@@ -132,6 +132,20 @@ class HostAlive(Message):
     sent_at: float
 
 
+class DataAddress(Struct, frozen=True, gc=False):
+    """Where a process takes data connections (`wire/data_connections.py`)."""
+
+    host: str
+    port: int
+    key: bytes  # secret; of 32 bytes
+
+
+class DataListening(Message):
+    """A host takes data connections."""
+
+    address: DataAddress
+
+
 class ValuesArrived(Message):
     """The values of a `StagedCommand` are on this host's machine, or cannot be had."""
 
