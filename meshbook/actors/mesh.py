@@ -16,7 +16,7 @@ from meshbook.actors import base
 from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
 from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.peer import Frame, PeerLost
 from meshbook.actors.runtime.ports import Port
 from meshbook.actors.runtime.refs import ActorRef
 from meshbook.actors.runtime.registry import local_registry
@@ -176,7 +176,7 @@ class ActorMesh(MeshTrait, Generic[T]):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
-def send_frames(peers: Sequence[Any], frames: Iterable[bytes], collector: ReplyCollector | None) -> None:
+def send_frames(peers: Sequence[Any], frames: Iterable[Frame], collector: ReplyCollector | None) -> None:
     """Send to each peer its frame; report lost ones to the collector."""
     for peer, frame in zip(peers, frames):  # noqa: B905  (frames may repeat one for ever)
         try:

@@ -88,7 +88,7 @@ class DataConnections:
         """Connect to a peer, on a thread. Where that is not possible there is no connection."""
         self._watch()
         self._addresses[peer] = address
-        self._loop.act(lambda: self._start_thread(lambda: self._connect(peer, address)))
+        self._loop.act(lambda: self._start_connecting(peer, address))
 
     def is_open(self, peer: int) -> bool:
         return peer in self._connections
@@ -159,9 +159,12 @@ class DataConnections:
 
     def _redial(self, peer: int, address: DataAddress) -> None:
         if self._addresses.get(peer) is address:
-            self.dial(peer, address)
+            self._loop.act(lambda: self.is_open(peer) or self._start_connecting(peer, address))
 
     # ---- threads
+
+    def _start_connecting(self, peer: int, address: DataAddress) -> None:
+        self._start_thread(lambda: self._connect(peer, address))
 
     def _start_thread(self, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name="meshbook-data", daemon=True).start()
@@ -208,11 +211,12 @@ class DataConnections:
                 self._post(peer, connection.receive_chunk())
         except (OSError, msgspec.MsgspecError) as error:
             log.info("a data connection has ended: %s", error)
-        if self._connections.get(peer) is connection:
-            del self._connections[peer]
-        connection.end()
-        connection.socket.close()
-        self._post(peer, None)
+        finally:
+            if self._connections.get(peer) is connection:
+                del self._connections[peer]
+            connection.end()
+            connection.socket.close()
+            self._post(peer, None)
 
     def _post(self, peer: int, chunk: BufferChunk | None) -> None:
         self._events.append((peer, chunk))
@@ -265,6 +269,7 @@ class _Connection:
                     self._send(memory[begin - _HEAD.size : data_at + len(data)])
         except OSError as error:
             log.info("a data connection has ended: %s", error)
+        finally:
             self.end()
 
     def receive_chunk(self) -> BufferChunk:

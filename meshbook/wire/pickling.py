@@ -58,11 +58,13 @@ def dump(
     persistent: PersistentKey | None = None,
     reduce: Reduce | None = None,
     name: str | Sequence[str] = "value",
+    copy: bool = True,
 ) -> Payload:
     """Pickle `obj`. Blocks while buffers are copied into shared memory.
 
     Args:
         pool: receives the buffers of at least `inline_threshold` bytes; None sends them in the message.
+        copy: False: without a pool, buffers are the object's own memory; encode the payload before the object changes.
         readers: see `SegmentPool.write`.
         persistent: called for every object except plain containers, numbers and strings.
         reduce: the same, for those without a key.
@@ -98,7 +100,8 @@ def dump(
     head = dump_tensor_table(pickler, storages)
     stream = writer.join(head)
     if pool is None:
-        return Payload(stream, tuple(InlineBuffer(bytes(view)) for view in large))
+        inline: Any = map(bytes, large) if copy else large  # which are encoded alike
+        return Payload(stream, tuple(map(InlineBuffer, inline)))
     large += [piece for _, piece in writer.out_of_band]
     if len(stream) >= STREAM_THRESHOLD:
         large.append(memoryview(stream))

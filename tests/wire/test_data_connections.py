@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from meshbook.wire import data_connections
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.data_connections import DataConnections
 from meshbook.wire.loop import Loop
@@ -77,7 +78,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(data_connections, "_REDIAL_S", 0.05)
     ends = Ends()
     with ends.there, ends.here:
         yield ends
@@ -137,6 +139,23 @@ def test_when_it_ends_the_rest_comes_as_messages_and_then_there_is_another(ends:
     assert ends.by_message
     assert ends.num_ended == 1
     ends.turn_until(lambda: ends.supervisor.is_open(HOST))
+
+
+def test_a_host_that_listens_anew_has_one_connection_again(ends: Ends, address: DataAddress) -> None:
+    ends.connect(address)
+    successor = DataConnections(ends.loop, lambda *_: None, lambda _: None)
+    listening = successor.listen("127.0.0.1", SUPERVISOR)
+    assert listening is not None
+    ends.supervisor.dial(HOST, listening)
+    ends.turn_until(lambda: successor.is_open(SUPERVISOR))
+    ends.host.close()
+    ends.turn_until(lambda: ends.num_ended)
+    turns: list[int] = []
+    ends.loop.call_later(10 * data_connections._REDIAL_S, lambda: turns.append(1))
+    ends.turn_until(lambda: turns)
+    assert ends.num_ended == 1  # no attempt for the connection that has ended has replaced the new one
+    assert successor.is_open(SUPERVISOR)
+    successor.close()
 
 
 def test_a_connection_to_nobody_is_none(ends: Ends, address: DataAddress) -> None:

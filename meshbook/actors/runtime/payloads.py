@@ -94,7 +94,8 @@ class PayloadCodec:
     ) -> tuple[bytes | None, messages.Payload | None]:
         """Pack a value for these peers: (plain, None) or (None, payload).
 
-        What one of them cannot read, because it is on another machine, is in the payload for all.
+        What one of them cannot read, because it is on another machine, is in the payload for all: encode it at once,
+        it is the value's own memory.
 
         Raises:
             TransferError: it cannot be pickled; the message names the part.
@@ -110,7 +111,7 @@ class PayloadCodec:
         """Pack a value as a payload, as `pack`."""
         pool = self.pool if all(peer.is_local for peer in peers) else None
         readers = [peer.id for peer in peers]
-        payload = pickling.dump(value, pool=pool, readers=readers, persistent=persistent_id, name=name)
+        payload = pickling.dump(value, pool=pool, readers=readers, persistent=persistent_id, name=name, copy=False)
         if pool is not None and payload.buffers:
             self.on_segments_used()
         return payload

@@ -26,6 +26,8 @@ _MAX_GREETING_BYTES = 4096  # maximum frame size from a peer that has not shown 
 _MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
 _peer_ids = itertools.count(1)
 
+Frame = bytes | bytearray
+
 
 class PeerLost(Exception):
     """The other process has exited, or never existed."""
@@ -140,7 +142,7 @@ class Peer(Connection):
             with contextlib.suppress(OSError):
                 socket.setsockopt(sockets.SOL_SOCKET, option, _BUFFER_BYTES)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Frame) -> None:
         """Send a frame. Any thread; frames of one thread arrive in order.
 
         Raises:
@@ -213,12 +215,26 @@ class Peer(Connection):
 
 
 def encode_frame(body: bytes) -> bytes:
-    if len(body) > codec.MAX_MESSAGE_BYTES:
+    _check_size(len(body))
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+def encode_large_frame(encode_into: Callable[[bytearray, int], None]) -> bytearray:
+    """As `encode_frame`, of a body that is encoded at a place of the frame: fresh memory costs more than what is in it."""
+    frame = bytearray(_LENGTH_BYTES)
+    encode_into(frame, _LENGTH_BYTES)
+    nbytes = len(frame) - _LENGTH_BYTES
+    _check_size(nbytes)
+    frame[:_LENGTH_BYTES] = nbytes.to_bytes(_LENGTH_BYTES, "little")
+    return frame
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > codec.MAX_MESSAGE_BYTES:
         raise TransferError(
-            f"a message of {len(body):,} bytes, and {codec.MAX_MESSAGE_BYTES:,} are the most outside shared memory; "
+            f"a message of {nbytes:,} bytes, and {codec.MAX_MESSAGE_BYTES:,} are the most outside shared memory; "
             "send less at a time"
         )
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class Loopback:
@@ -233,7 +249,7 @@ class Loopback:
         self.announced_exit: str | None = None
         self._deliver = deliver
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Frame) -> None:
         """Deliver a frame to this process.
 
         Raises:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from meshbook.actors.runtime.peer import Connection, PeerLost
+from meshbook.actors.runtime.peer import Connection, Frame, PeerLost
 from meshbook.actors.runtime.reactor import Reactor
 from meshbook.errors import MeshbookError
 from meshbook.wire.messages import NodeAddress, RelayedBytes
@@ -57,7 +57,7 @@ class RelayedPeer(Connection):
         self._credit = _WINDOW_BYTES
         self._num_bytes_read = 0  # that the other side has not heard of
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Frame) -> None:
         """Send a frame. Any thread; frames of one thread arrive in order.
 
         Raises:

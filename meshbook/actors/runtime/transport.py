@@ -33,7 +33,7 @@ from meshbook.actors.runtime.bounded_dict import BoundedDict
 from meshbook.actors.runtime.exit_reasons import ExitReasons
 from meshbook.actors.runtime.other_machines import OtherMachines
 from meshbook.actors.runtime.payloads import PICKLED_NONE, PayloadCodec
-from meshbook.actors.runtime.peer import Loopback, Peer, PeerLost, encode_frame
+from meshbook.actors.runtime.peer import Frame, Loopback, Peer, PeerLost, encode_frame, encode_large_frame
 from meshbook.actors.runtime.reactor import Reactor
 from meshbook.actors.runtime.relayed_peer import RelayedPeer
 from meshbook.actors.runtime.reply_handlers import ReplyHandlers
@@ -45,16 +45,19 @@ from meshbook.wire.stop_timing import STOP_SIGNAL
 
 log = logging.getLogger("meshbook.actors")
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+_encode = _encoder.encode
 _decode = msgspec.msgpack.Decoder(messages.PeerMessage).decode
 
 _IDLE_SEGMENT_S = 30.0  # after which unread shared memory is returned to the system
 _SWEEP_INTERVAL_S = 0.5  # between checks for released segments, while there are any
 
 
-def encode(message: messages.ActorMessage) -> bytes:
+def encode(message: messages.ActorMessage) -> Frame:
     """Encode a message as a frame: the same bytes go to every process of a mesh."""
-    return encode_frame(_encode(message))
+    if getattr(message, "payload", None) is None:
+        return encode_frame(_encode(message))
+    return encode_large_frame(lambda frame, at: _encoder.encode_into(message, frame, at))
 
 
 def unblock_signals() -> None:
