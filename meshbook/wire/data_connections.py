@@ -158,8 +158,12 @@ class DataConnections:
         return [(peer, chunk and without_bytes(chunk)) for peer, chunk in self._taken]
 
     def _redial(self, peer: int, address: DataAddress) -> None:
+        def unless_there_is_one() -> None:
+            if not self.is_open(peer):
+                self._start_connecting(peer, address)
+
         if self._addresses.get(peer) is address:
-            self._loop.act(lambda: self.is_open(peer) or self._start_connecting(peer, address))
+            self._loop.act(unless_there_is_one)
 
     # ---- threads
 

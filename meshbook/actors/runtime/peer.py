@@ -220,7 +220,7 @@ def encode_frame(body: bytes) -> bytes:
 
 
 def encode_large_frame(encode_into: Callable[[bytearray, int], None]) -> bytearray:
-    """As `encode_frame`, of a body that is encoded at a place of the frame: fresh memory costs more than what is in it."""
+    """As `encode_frame`, of a body that is encoded in its place: fresh memory for 64 MiB costs more than a copy."""
     frame = bytearray(_LENGTH_BYTES)
     encode_into(frame, _LENGTH_BYTES)
     nbytes = len(frame) - _LENGTH_BYTES
