@@ -57,11 +57,12 @@ def hosts_table(mesh: str, infos: Sequence[HostInfo]) -> Table:
             format_ranks(info.ranks),
             *facts_cells(info.facts),
             "" if info.latency_s is None else f"{info.latency_s * 1000:.1f} ms",
+            info.values,
         )
         for info in infos
     )
     number = f"{len(infos)} machine{'' if len(infos) == 1 else 's'}"
-    columns = ("machine", "state", "ranks", *FACTS_COLUMNS, "latency")
+    columns = ("machine", "state", "ranks", *FACTS_COLUMNS, "latency", "values")
     return Table(f"Mesh {mesh}: {number}.", columns, rows, tuple(notes))
 
 

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import zmq
 
@@ -155,6 +155,12 @@ class HostConnections:
 
     def latency_s(self, host: int) -> float | None:
         return found.latency_s if (found := self._hosts.get(host)) is not None else None
+
+    def values_go(self, host: int) -> Literal["", "directly", "as messages"]:
+        found = self._hosts.get(host)
+        if found is None or not found.is_remote:
+            return ""
+        return "directly" if self.values.is_direct(host) else "as messages"
 
     def silent_s(self, host: int) -> float:
         """Return for how long nothing was heard of a host; 0 if that is shorter than its beats are apart."""

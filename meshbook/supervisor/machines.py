@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from meshbook.engines.addresses import Address
 from meshbook.supervisor.rank_table import RankTable
@@ -18,6 +18,8 @@ class HostWatch(Protocol):
     def latency_s(self, host: int) -> float | None: ...
 
     def silent_s(self, host: int) -> float: ...
+
+    def values_go(self, host: int) -> Literal["", "directly", "as messages"]: ...
 
 
 class MachineTable:
@@ -100,6 +102,7 @@ class MachineTable:
             ranks=self._ranks.on_host(host),
             facts=self._here() if facts is None and self._address is None else facts,
             latency_s=self.watch.latency_s(host) if self.watch is not None and host not in self.lost else None,
+            values=self.watch.values_go(host) if self.watch is not None and host not in self.lost else "",
             silent_s=silent_s,
             reason=self.lost.get(host, ""),
         )

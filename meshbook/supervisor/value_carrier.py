@@ -99,6 +99,10 @@ class ValueCarrier:
     def client_left(self, client: str) -> None:
         self.release([segment for segment, owner in self._segments.items() if owner == client])
 
+    def is_direct(self, host: int) -> bool:
+        """Whether values to and from a host go by a data connection."""
+        return self._loop.observe(lambda: self._data.is_open(host))
+
     def take_over(self) -> None:
         """Go on in a standby of the supervisor, which has ended, with the memory into which values were written."""
         self._data.take_over()
@@ -146,7 +150,7 @@ class ValueCarrier:
             1,
             lambda request: self._send((host,), codec.encode_body(request)),
             done,
-            directly=self._loop.observe(lambda: self._data.is_open(host)),
+            directly=self.is_direct(host),
         )
         if self._fetcher.is_open(name):
             self._arriving[name] = host

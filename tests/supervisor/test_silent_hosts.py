@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from meshbook.wire import messages
@@ -14,6 +16,9 @@ class Silence:
 
     def __init__(self) -> None:
         self.seconds = {1: 4.0}
+
+    def values_go(self, host: int) -> Literal["", "directly", "as messages"]:
+        return "as messages"
 
     def latency_s(self, host: int) -> float | None:
         return None

@@ -77,6 +77,7 @@ class HostInfo(Struct, frozen=True, gc=False):
     ranks: Ranks
     facts: MachineFacts | None = None
     latency_s: float | None = None  # of the last message there and back
+    values: Literal["", "directly", "as messages"] = ""  # how they come there; "": by shared memory
     silent_s: float = 0.0  # since when nothing was heard of it
     reason: str = ""  # why it is lost
 
