@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -37,6 +38,8 @@ IMPORT_DEADLINE_S = 110.0
 
 # How long the main thread must stand at one instruction, and sleep, to count as stuck.
 MIN_STUCK_S = 0.05
+# Functions that wait for a collective's other members, again and again for a moment.
+WAITS_IN_LOOPS = ("_wait_slice_by_slice", "_wait_for_all")
 
 TOKEN = "the world's"
 
@@ -297,17 +300,17 @@ def _wait_until_stuck(here: RankContext) -> int:
     since = time.monotonic()
     while time.monotonic() < deadline:
         frame = sys._current_frames()[main]
-        # Slices of a wait end and begin again, so what counts is the frame, and not the instruction, of the wait.
-        in_slices = frame.f_code.co_name == "_wait_slice_by_slice"
-        position = (id(frame), 0 if in_slices else frame.f_lasti)
+        # Slices and polls of a wait end and begin again: what counts is the frame of the wait, not what it calls.
+        loops = [caller for caller, _ in traceback.walk_stack(frame) if caller.f_code.co_name in WAITS_IN_LOOPS]
+        position = (id(loops[0]), 0) if loops else (id(frame), frame.f_lasti)
         # a thread that the machine gives no processor stands too, before its wait: it does not sleep
-        moves = position != last_position or not (in_slices or _is_main_thread_asleep())
+        moves = position != last_position or not (loops or _is_main_thread_asleep())
         if moves or not here.ring.running():
             last_position, since = position, time.monotonic()
         elif time.monotonic() - since > MIN_STUCK_S:
             return int(here.ring.last.seq)
         pause.wait(0.005)
-    raise TimedOut("the main thread does not stand still in a collective")
+    raise AssertionError("the main thread does not stand still in a collective")  # `TimedOut` is of `__main__` here
 
 
 def _is_main_thread_asleep() -> bool:
@@ -335,8 +338,6 @@ def _resolve_function(file: str, name: str) -> Callable[..., Any]:
 
 
 def _run_and_reply(here: RankContext, connection: Connection, request: tuple[str, str, tuple[Any, ...]]) -> None:
-    import traceback
-
     file, name, args = request
     try:
         answer = (True, _resolve_function(file, name)(here, *args), "")
