@@ -18,7 +18,7 @@ from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted
 from tests.budget import WAIT_S, when
-from tests.cli.commands import meshbook
+from tests.cli.commands import meshbook, typed
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -49,12 +49,12 @@ def test_why_names_the_rank_and_the_line(mesh: Mesh) -> None:
 
 
 def test_stacks_shows_the_ranks_that_were_chosen(mesh: Mesh) -> None:
-    done = meshbook("stacks", "--ranks", "dp=1", "--twice")
+    done = typed("stacks", "--ranks", "dp=1", "--twice")
     assert done.status == 0
     assert "[1] > the cell, line 4" in done.out
     assert "(stands still)" in done.out
     assert "dist.barrier()" not in done.out
-    wrong = meshbook("stacks", "hanging", "--ranks", "7")
+    wrong = typed("stacks", "hanging", "--ranks", "7")
     assert (wrong.status, wrong.err) == (1, "meshbook: rank 7 is not in this mesh of 2 ranks (0-1)\n")
 
 
@@ -84,7 +84,7 @@ def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
 
 
 def test_debug_without_a_terminal_says_what_it_needs(mesh: Mesh) -> None:
-    done = meshbook("debug", "hanging", "0-1")
+    done = typed("debug", "hanging", "0-1")
     assert done.status == 2
     assert "nobody to type commands here" in done.err
 
@@ -131,29 +131,29 @@ def test_the_page_of_a_mesh_ends_with_the_mesh() -> None:
 def test_a_slip_of_the_keyboard_gets_a_sentence(
     mesh: Mesh, words: tuple[str, ...], status: int, complaint: str
 ) -> None:
-    done = meshbook(*words)
+    done = typed(*words)
     assert done.status == status
     assert complaint in done.err
 
 
 def test_health_and_memory_are_tables_and_json(mesh: Mesh) -> None:
-    when(lambda: "barrier #1 since" in meshbook("health").out)  # with the next heartbeat
-    assert {row["rank"] for row in json.loads(meshbook("health", "--json").out)} == {0, 1}
-    assert meshbook("memory", "hanging").out.startswith("Mesh hanging: memory of each rank.")
-    assert json.loads(meshbook("memory", "--json").out)["rank"] == [0, 1]
+    when(lambda: "barrier #1 since" in typed("health").out)  # with the next heartbeat
+    assert {row["rank"] for row in json.loads(typed("health", "--json").out)} == {0, 1}
+    assert typed("memory", "hanging").out.startswith("Mesh hanging: memory of each rank.")
+    assert json.loads(typed("memory", "--json").out)["rank"] == [0, 1]
 
 
 def test_a_cell_is_stopped_and_a_rank_killed_from_the_terminal() -> None:
     with create_mesh(2, name="steered") as mesh:
         future = mesh.run("__import__('time').sleep(1000)", wait=False, echo=False)
-        done = meshbook("interrupt", "steered")
+        done = typed("interrupt", "steered")
         assert (done.status, done.out) == (0, "Stop was sent to ranks 0-1.\n")
         with pytest.raises(CellInterrupted):
             future.result(WAIT_S)
-        wrong = meshbook("kill", "steered")
+        wrong = typed("kill", "steered")
         assert (wrong.status, wrong.err) == (
             2,
             "meshbook: which ranks? Write it like: meshbook kill 2, or meshbook kill all\n",
         )
-        assert meshbook("kill", "steered", "1").out == "Killed rank 1.\n"
+        assert typed("kill", "steered", "1").out == "Killed rank 1.\n"
         when(lambda: mesh.session.lost == (1,))

@@ -17,7 +17,7 @@ from meshbook import create_mesh, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.wire import keys
 from tests.budget import WAIT_S, when
-from tests.cli.commands import meshbook
+from tests.cli.commands import meshbook, typed
 from tests.kernel.frontend import has_exited
 from tests.ptrace import ptrace_stopped
 
@@ -43,7 +43,7 @@ def test_list_shows_every_mesh(mesh: Mesh) -> None:
 
 
 def test_list_for_programs_is_json(mesh: Mesh) -> None:
-    (found,) = json.loads(meshbook("list", "--json").out)
+    (found,) = json.loads(typed("list", "--json").out)
     assert found["name"] == "shown"
     assert found["pid"] == mesh.session.info.supervisor_pid
     assert found["info"]["spec"]["axes"] == {"dp": 2, "tp": 1}
@@ -51,12 +51,12 @@ def test_list_for_programs_is_json(mesh: Mesh) -> None:
 
 
 def test_status_needs_no_name_when_there_is_one_mesh(mesh: Mesh) -> None:
-    done = meshbook("status")
+    done = typed("status")
     assert done.status == 0
     assert done.out.startswith("Mesh shown: 2 ranks (dp=2, tp=1), process group ready (gloo), up ")
     assert re.search(r"^1 +idle +cpu", done.out, re.MULTILINE)
     assert "Names on the ranks: weights." in done.out
-    assert _but_memory(meshbook("status", "shown").out) == _but_memory(done.out)
+    assert _but_memory(typed("status", "shown").out) == _but_memory(done.out)
 
 
 def _but_memory(shown: str) -> list[str]:
@@ -65,7 +65,7 @@ def _but_memory(shown: str) -> list[str]:
 
 
 def test_status_for_programs_is_json(mesh: Mesh) -> None:
-    info = json.loads(meshbook("status", "shown", "--json").out)
+    info = json.loads(typed("status", "shown", "--json").out)
     assert info["names"] == ["weights"]
     assert info["groups"] == "ready"
 
@@ -80,11 +80,7 @@ def test_status_shows_the_running_cell_and_its_line(mesh: Mesh) -> None:
     future = mesh.run("import time\nprint('begun')\nwhile True:\n    time.sleep(0.05)", wait=False, echo=False)
     try:
         pattern = re.compile(r"^0 +busy, the cell line [34]", re.MULTILINE)
-        for _ in range(50):  # the line comes with a rank's next beat
-            if pattern.search(meshbook("status").out):
-                break
-        else:
-            pytest.fail(meshbook("status").out)
+        when(lambda: pattern.search(typed("status").out))  # the line comes with a rank's next beat
     finally:
         future.interrupt()
         future.exception(WAIT_S)
@@ -92,7 +88,7 @@ def test_status_shows_the_running_cell_and_its_line(mesh: Mesh) -> None:
 
 def test_an_unknown_name_is_answered_with_those_that_run(mesh: Mesh) -> None:
     for words in (("status", "nope"), ("stop", "nope"), ("attach", "nope")):
-        done = meshbook(*words)
+        done = typed(*words)
         assert (done.status, done.out) == (1, "")
         assert done.err == "meshbook: no mesh is named 'nope'; running: shown\n"
 
@@ -100,7 +96,7 @@ def test_an_unknown_name_is_answered_with_those_that_run(mesh: Mesh) -> None:
 def test_several_meshes_need_a_name(mesh: Mesh) -> None:
     with create_mesh(1, name="second"):
         for words in (("status",), ("stop",), ("attach",)):
-            done = meshbook(*words)
+            done = typed(*words)
             assert done.status == 1
             assert done.err == "meshbook: 2 meshes are running (shown, second); say which one\n"
 
@@ -122,8 +118,8 @@ def test_a_supervisor_that_does_not_answer_is_ended_all_the_same(run: object) ->
     mesh = create_mesh(1, name="stuck")
     rank = mesh.run("import os; os.getpid()").values[0]
     with ptrace_stopped(mesh.session.info.supervisor_pid):
-        assert "does not answer" in meshbook("list").out
-        done = meshbook("stop", "stuck")
+        assert "does not answer" in typed("list").out
+        done = typed("stop", "stuck")
     assert (done.status, done.out) == (0, "stuck did not answer and was killed\n")
     when(lambda: has_exited(rank), "the end of the rank")
     assert not (keys.runtime_folder() / "stuck").exists()
@@ -139,10 +135,10 @@ def test_stop_all_ends_every_mesh_of_this_folder(tmp_path_factory: pytest.TempPa
     )
     env = {"MESHBOOK_RUNTIME_DIR": folder}
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=WAIT_S)
-    assert sorted(line.split()[0] for line in meshbook("list", env=env).out.splitlines()[1:]) == ["a", "b"]
-    done = meshbook("stop", "--all", env=env)
+    assert sorted(line.split()[0] for line in typed("list", env=env).out.splitlines()[1:]) == ["a", "b"]
+    done = typed("stop", "--all", env=env)
     assert (done.status, done.out) == (0, "a has ended\nb has ended\n")
-    assert meshbook("stop", "--all", env=env).out == "no mesh is running\n"
+    assert typed("stop", "--all", env=env).out == "no mesh is running\n"
 
 
 # ---- nothing to work with, and slips of the keyboard
@@ -157,13 +153,13 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("words", [("status",), ("attach",), ("stop",), ("status", "x")])
 def test_without_a_mesh_the_terminal_is_told_how_to_start_one(nowhere: dict[str, str], words: tuple[str, ...]) -> None:
-    done = meshbook(*words, env=nowhere)
+    done = typed(*words, env=nowhere)
     assert (done.status, done.err) == (1, "meshbook: no mesh is running; meshbook repl -n 4 starts one\n")
 
 
 def test_an_empty_list_is_no_failure(nowhere: dict[str, str]) -> None:
-    assert meshbook("list", env=nowhere).out == "no mesh is running\n"
-    assert json.loads(meshbook("list", "--json", env=nowhere).out) == []
+    assert typed("list", env=nowhere).out == "no mesh is running\n"
+    assert json.loads(typed("list", "--json", env=nowhere).out) == []
 
 
 def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], run: object) -> None:
@@ -173,7 +169,7 @@ def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], r
         "meshbook.wire.process_control.kill_supervisor(m.session.info.supervisor_pid)"
     )
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True, timeout=WAIT_S)
-    done = meshbook("list", env=nowhere)
+    done = typed("list", env=nowhere)
     assert done.out == "no mesh is running\n"
     assert os.listdir(Path(nowhere["MESHBOOK_RUNTIME_DIR"]) / "meshbook") == []
 
@@ -181,7 +177,7 @@ def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], r
 def test_a_folder_that_others_can_read_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("open") / "meshbook"
     folder.mkdir(mode=0o755)
-    done = meshbook("list", env={"MESHBOOK_RUNTIME_DIR": str(folder.parent)})
+    done = typed("list", env={"MESHBOOK_RUNTIME_DIR": str(folder.parent)})
     assert done.status == 1
     assert done.err.startswith(f"meshbook: the folder {folder} is open to others (mode 0755, wanted 0700)")
 
@@ -202,7 +198,7 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path_factory: pytest.TempP
     ],
 )
 def test_a_slip_of_the_keyboard_ends_with_status_2(words: tuple[str, ...], sentence: str) -> None:
-    done = meshbook(*words)
+    done = typed(*words)
     assert done.status == 2
     assert sentence in done.err
     assert "Traceback" not in done.err
@@ -213,7 +209,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_help_names_every_command() -> None:
-    out = meshbook("--help").out
+    out = typed("--help").out
     for word in ("repl", "list", "status", "attach", "run", "stop", "doctor", "install"):
         assert re.search(rf"^    {word} +\S", out, re.MULTILINE)
 
@@ -231,12 +227,12 @@ def test_a_reader_that_leaves_early_is_no_error(mesh: Mesh) -> None:
 
 
 def test_arguments_of_a_script_that_are_not_behind_two_dashes_are_answered_with_how_to_write_them() -> None:
-    done = meshbook("run", "train.py", "-n", "2", "--epochs", "3")
+    done = typed("run", "train.py", "-n", "2", "--epochs", "3")
     assert done.status == 2
     assert "arguments follow --: meshbook run FILE.py -- --epochs 3" in done.err
-    assert "follow --" not in meshbook("list", "--epochs").err
+    assert "follow --" not in typed("list", "--epochs").err
 
 
 def test_help_shows_the_mark_of_a_cell_as_it_is_written() -> None:
-    assert "a script with `# %%` cells" in " ".join(meshbook("run", "--help").out.split())
-    assert "a script with `# %%` cells" in " ".join(meshbook("--help").out.split())
+    assert "a script with `# %%` cells" in " ".join(typed("run", "--help").out.split())
+    assert "a script with `# %%` cells" in " ".join(typed("--help").out.split())

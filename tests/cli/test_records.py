@@ -7,17 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from meshbook import create_mesh
-from meshbook.cli.main import main
 from meshbook.controller.mesh import Mesh
 from tests.budget import WAIT_S
-from tests.cli.commands import meshbook
+from tests.cli.commands import CommandResult, meshbook, typed
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -29,33 +28,12 @@ def mesh(run: object) -> Iterator[Mesh]:
         yield mesh
 
 
-class Typed(NamedTuple):
-    """How a command ended, run in this process: a Python interpreter for each would be most of a test's time."""
-
-    status: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def typed(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> Callable[..., Typed]:
-    def run(*words: str) -> Typed:
-        capsys.readouterr()
-        try:
-            status = main(words)
-        except SystemExit as error:  # argparse's
-            status = int(error.code or 0)
-        return Typed(status, *capsys.readouterr())
-
-    return run
-
-
-def as_json(done: Typed) -> Any:
+def as_json(done: CommandResult) -> Any:
     assert (done.status, done.err) == (0, "")
     return json.loads(done.out)
 
 
-def test_logs_are_searched(typed: Callable[..., Typed]) -> None:
+def test_logs_are_searched(mesh: Mesh) -> None:
     done = meshbook("logs", "--grep", "loss=nan")
     assert (done.status, done.err) == (0, "")
     assert done.out.endswith(" [0-1] loss=nan\n")
@@ -77,7 +55,7 @@ def test_logs_are_followed_until_ctrl_c(mesh: Mesh) -> None:
     assert process.returncode == 130
 
 
-def test_history_hosts_and_checkpoints(mesh: Mesh, typed: Callable[..., Typed], tmp_path: Path) -> None:
+def test_history_hosts_and_checkpoints(mesh: Mesh, tmp_path: Path) -> None:
     assert as_json(typed("history", "--json"))[0]["status"] == "ok"
     assert as_json(typed("history", "--cell", "1", "--json"))["text"].splitlines() == ["loss=nan", "fine"]
     assert "loss=nan" in typed("history", "--cell", "1").out
@@ -108,9 +86,7 @@ def test_a_report_is_written_where_one_is(mesh: Mesh, tmp_path: Path) -> None:
         (("completion", "fish"), 2, "invalid choice: 'fish'"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_a_status(
-    typed: Callable[..., Typed], words: tuple[str, ...], status: int, sentence: str
-) -> None:
+def test_a_mistake_is_a_sentence_and_a_status(mesh: Mesh, words: tuple[str, ...], status: int, sentence: str) -> None:
     done = typed(*words)
     assert done.status == status, done.err
     assert sentence in done.err
@@ -130,7 +106,7 @@ def completed(script: Path, *words: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_bash_completes_commands_options_and_the_names_of_meshes(typed: Callable[..., Typed], tmp_path: Path) -> None:
+def test_bash_completes_commands_options_and_the_names_of_meshes(mesh: Mesh, tmp_path: Path) -> None:
     pytest.importorskip("shtab")
     script = tmp_path / "meshbook.bash"
     script.write_text(typed("completion", "bash").out)
@@ -140,7 +116,7 @@ def test_bash_completes_commands_options_and_the_names_of_meshes(typed: Callable
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
-def test_zsh_reads_its_script(typed: Callable[..., Typed], tmp_path: Path) -> None:
+def test_zsh_reads_its_script(mesh: Mesh, tmp_path: Path) -> None:
     pytest.importorskip("shtab")
     script = tmp_path / "_meshbook"
     script.write_text(typed("completion", "zsh").out)

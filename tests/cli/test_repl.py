@@ -22,7 +22,7 @@ import pytest
 
 from meshbook import create_mesh
 from tests.budget import WAIT_S, when
-from tests.cli.commands import CommandResult, meshbook
+from tests.cli.commands import CommandResult, meshbook, typed
 from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi
 
@@ -45,7 +45,7 @@ def test_cells_run_on_every_rank_and_nothing_is_left(run: object) -> None:
     assert re.search(r"Out\[2\]: \n\[0\] 0\n\[1\] 10\n", done.out)
     assert "rank 0: ZeroDivisionError: division by zero" in done.err
     assert re.search(r"Out\[4\]: \n\[0\] 1\n\[1\] 2\n", done.out)
-    assert meshbook("list").out == "no mesh is running\n"
+    assert typed("list").out == "no mesh is running\n"
 
 
 def test_it_works_where_jupyter_does_not_know_the_kernel(run: object, tmp_path: Path) -> None:

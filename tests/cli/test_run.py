@@ -16,7 +16,7 @@ from nbformat import NotebookNode, v4
 
 from meshbook.cli.run import notebook_of
 from tests.budget import WAIT_S
-from tests.cli.commands import meshbook
+from tests.cli.commands import meshbook, typed
 from tests.kernel.frontend import shows
 
 pytestmark = pytest.mark.usefixtures("starts_kernels")
@@ -82,13 +82,13 @@ def test_a_notebook_is_executed_shown_and_written(tmp_path: Path) -> None:
     assert "A heading" in page
     assert shows(page, "from 0…1", "from 0\n", "from 1\n")
     assert nbformat.read(path, as_version=4).cells[1].outputs == []  # the file itself is as it was
-    assert meshbook("list").out == "no mesh is running\n"
+    assert typed("list").out == "no mesh is running\n"
 
 
 def test_a_failing_cell_ends_the_run_with_its_error_first_and_what_there_is_so_far(tmp_path: Path) -> None:
     waits = "print('before')\nif rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(1))"
     path = notebook(tmp_path, "print('fine')", waits, "print('never')")
-    done = meshbook("run", str(path), "-n", "2", "--out", "made", cwd=tmp_path)
+    done = typed("run", str(path), "-n", "2", "--out", "made", cwd=tmp_path)
     assert done.status == 1
     assert done.err.startswith("cell 2 of 3 failed:\n")
     released = done.err.index("rank 0 waited in all_reduce at line 3 and was released")
@@ -103,10 +103,10 @@ def test_a_failing_cell_ends_the_run_with_its_error_first_and_what_there_is_so_f
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     # Here, and the first: starting ranks may take its time, and so may whatever comes before it.
     path = notebook(tmp_path, "%%controller\nimport time\nwhile True: time.sleep(60)")
-    done = meshbook("run", str(path), "--timeout", "2", cwd=tmp_path)
+    done = typed("run", str(path), "--timeout", "2", cwd=tmp_path)
     assert done.status == 1
     assert done.err == "cell 1 took longer than 2 s and was stopped (--timeout)\n"
-    assert meshbook("list").out == "no mesh is running\n"
+    assert typed("list").out == "no mesh is running\n"
 
 
 @pytest.mark.parametrize(("number", "tag"), [(signal.SIGTERM, ""), (signal.SIGINT, "raises-exception")])
@@ -129,15 +129,15 @@ def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, nu
     assert err == "interrupted\n"
     assert "never" not in out
     assert outputs(tmp_path / "build" / "book.ipynb")[0].endswith("begun\nKeyboardInterrupt")
-    assert meshbook("list").out == "no mesh is running\n"
+    assert typed("list").out == "no mesh is running\n"
 
 
 def test_a_kernel_that_dies_is_said_to_have_died(tmp_path: Path) -> None:
     path = notebook(tmp_path, "x = 1", "%%controller\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    done = meshbook("run", str(path), "-n", "1", cwd=tmp_path)
+    done = typed("run", str(path), "-n", "1", cwd=tmp_path)
     assert done.status == 1
     assert done.err.splitlines()[-1] == "the kernel has died; what it printed last is above"
-    meshbook("stop", "--all")  # the mesh outlives a kernel that dies
+    typed("stop", "--all")  # the mesh outlives a kernel that dies
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_run_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    done = meshbook("run", name, cwd=tmp_path)
+    done = typed("run", name, cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith(f"meshbook: {sentence}")
     assert os.listdir(tmp_path) == ([name] if content is not None else [])
@@ -179,7 +179,7 @@ def test_a_notebook_that_cannot_be_run_in_this_way_is_refused(
 ) -> None:
     notebook(tmp_path, "%mesh")
     (tmp_path / "taken").write_text("")
-    done = meshbook("run", "book.ipynb", *words, cwd=tmp_path)
+    done = typed("run", "book.ipynb", *words, cwd=tmp_path)
     assert (done.status, done.out != "") == (2, has_run)
     assert re.search(sentence, done.err)
 
@@ -195,7 +195,7 @@ def test_a_script_is_one_cell_on_every_rank_with_its_arguments_and_its_file(tmp_
         "print(options.lr, options.words, os.path.basename(__file__), sys.argv[0] == __file__, total.item())\n"
     )
     (tmp_path / "train.py").write_text(source)
-    done = meshbook("run", "train.py", "-n", "2", "--", "--lr", "0.1", "a b", cwd=tmp_path)
+    done = typed("run", "train.py", "-n", "2", "--", "--lr", "0.1", "a b", cwd=tmp_path)
     assert done.status == 0, done.err
     assert done.out.splitlines()[-1] == "0.1 ['a b'] train.py True 3"
     assert "[1/1]" not in done.out
@@ -210,7 +210,7 @@ def test_the_cells_of_a_script_share_their_names_and_arguments_and_are_not_shown
         '# %%\n# %%controller\nimport sys\nprint("here", mesh.pull(x)[1], sys.argv[1:])\n'
     )
     (tmp_path / "steps.py").write_text(source)
-    done = meshbook("run", "steps.py", "-n", "2", "--out", "made", "--quiet", "--", "--lr", "0.1", cwd=tmp_path)
+    done = typed("run", "steps.py", "-n", "2", "--out", "made", "--quiet", "--", "--lr", "0.1", cwd=tmp_path)
     assert done.status == 0, done.err
     assert done.out == ""
     assert outputs(tmp_path / "made" / "steps.ipynb")[-1] == "here 2 ['--lr', '0.1']\n"
@@ -222,7 +222,7 @@ def test_the_cells_of_a_script_share_their_names_and_arguments_and_are_not_shown
 
 def test_a_script_that_fails_ends_with_status_1(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("print('so far')\nimport sys\nraise ValueError(f'not so: {sys.argv[1:]}')\n")
-    done = meshbook("run", "bad.py", "-n", "2", "--", "-n", "--", cwd=tmp_path)
+    done = typed("run", "bad.py", "-n", "2", "--", "-n", "--", cwd=tmp_path)
     assert done.status == 1
     assert "so far" in done.out
     assert "ranks 0-1: ValueError: not so: ['-n', '--']" in done.err
