@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -21,6 +21,8 @@ from meshbook.wire import keys, messages
 
 # A supervisor replies in milliseconds; one that has not after this time is stopped, swapped out or stuck.
 _REPLY_TIMEOUT_S = 3.0
+# Between looks whether a supervisor that has not replied has ended meanwhile.
+_LOOK_S = 0.1
 _OBSERVER_KIND = "observer"  # the client kind of an observer
 
 
@@ -119,10 +121,11 @@ def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
     deadline = time.monotonic() + timeout_s
     while len(replies) < len(connections) and (left := deadline - time.monotonic()) > 0:
         try:
-            name, reply = reply_queue.get(timeout=left)
+            name, reply = reply_queue.get(timeout=min(left, _LOOK_S))
         except queue.Empty:
-            break
-        replies[name] = reply
+            connections = _without_ended(connections, replies)
+        else:
+            replies[name] = reply
     found = []
     for connection in connections:
         result = replies.get(connection.name)
@@ -130,6 +133,14 @@ def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
         info = result if isinstance(result, messages.MeshInfo) else None
         found.append(FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble))
     return MeshList(found)
+
+
+def _without_ended(connections: list[keys.ConnectionInfo], replied: Collection[str]) -> list[keys.ConnectionInfo]:
+    """Return those that have replied or still run; a supervisor that a standby has replaced runs."""
+    if all(connection.name in replied or connection.is_alive for connection in connections):
+        return connections
+    running = {connection.name for connection in keys.list_connections()}
+    return [connection for connection in connections if connection.name in replied or connection.name in running]
 
 
 def fetch_mesh_info(connection: keys.ConnectionInfo) -> messages.MeshInfo:

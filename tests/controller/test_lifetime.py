@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -152,6 +154,18 @@ def test_a_mesh_that_cannot_be_asked_is_listed_with_the_reason_and_the_others_as
         found = {mesh.name: mesh for mesh in listing.list_meshes()}
     assert found["odd"].trouble == "too many open files"
     assert found["even"].info is not None
+
+
+def test_a_mesh_that_ends_while_it_is_asked_is_neither_waited_for_nor_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_it(connection: keys.ConnectionInfo) -> None:
+        mesh.stop()
+        threading.Event().wait()
+
+    monkeypatch.setattr(listing, "fetch_mesh_info", end_it)
+    with create_mesh(1, name="ending") as mesh:
+        began = time.monotonic()
+        assert listing.list_meshes(timeout_s=2 * WAIT_S)[:] == ()
+        assert time.monotonic() - began < WAIT_S
 
 
 def test_a_supervisor_without_ranks_warms_up_and_starts_them_quickly_later() -> None:
