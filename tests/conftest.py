@@ -42,6 +42,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where jupyter_core looks for its folders is its own affair; unset, it warns that it will look elsewhere one day.
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 
+# jsonschema, of nbformat, imports it if it is there, and then a grammar is compiled for three seconds.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+
 # The same examples in each run, however slow the machine. `--hypothesis-profile=explore` draws new ones, and more.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
@@ -159,11 +162,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         pytest.skip(f"{name} is not installed")
 
 
-# What takes minutes and is one file, or few: begun at the end of a run, one worker would be at it alone. With several
-# workers these come first, and then the files with most tests.
-FIRST = ("soak", "browser", "cluster", "zoo", "test_marimo.py")
+# Seconds that a test takes, about, by its kind: of several workers each takes next what takes longest, a file or a folder.
+SECONDS = {"soak": 60.0, "browser": 8.0, "kernels": 2.0, "meshes": 1.5, "processes": 0.3, "pure": 0.02}
 # Folders that one worker runs: JupyterLab, and machines with a Slurm and a Ray, are started once.
 ONE_WORKER = ("browser", "cluster")
+
+
+def scope_of(nodeid: str) -> str:
+    """What one worker runs: a file, or a folder."""
+    file = nodeid.partition("::")[0]
+    folder = file.split("/")[1]
+    return folder if folder in ONE_WORKER else file
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -173,8 +182,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FileScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.split("/")[1]
-            return folder if folder in ONE_WORKER else super()._split_scope(nodeid)
+            return scope_of(nodeid)
 
     config.option.loadscopereorder = False
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
@@ -197,13 +205,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(kinds.keys() - set(kept)))
         items[:] = kept
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        num_tests = Counter(item.path for item in items)
-
-        def place(item: pytest.Item) -> tuple[int, int, str]:
-            folder = item.path.relative_to(ROOT / "tests").parts[0]
-            return FIRST.index(folder) if folder in FIRST else len(FIRST), -num_tests[item.path], str(item.path)
-
-        items.sort(key=place)
+        seconds = Counter[str]()
+        for item in items:
+            seconds[scope_of(item.nodeid)] += SECONDS[kinds[item]]
+        items.sort(key=lambda item: (-seconds[scope_of(item.nodeid)], str(item.path)))
     for item in items:
         for marker in ("gpu", "browser", "cluster", "monarch", "ray"):
             if item.get_closest_marker(marker) and (reason := reason_to_skip(marker)):

@@ -12,6 +12,6 @@ import pytest
 
 @pytest.mark.usefixtures("starts_processes")
 def test_passes_and_leaves_a_daemon_and_a_socket() -> None:
-    os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+    os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"], os.environ)  # it execs first
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(Path(os.environ["MESHBOOK_RUNTIME_DIR"]) / "left"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import pytest_assertrepr_compare
+from tests.second_pass import cause_of
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
@@ -132,19 +133,12 @@ def test_many_failures_are_no_chance(tmp_path: Path) -> None:
     assert last_line(output) == "16 tests failed, more than 15: none is run again."
 
 
-def test_a_fixture_that_fails_for_a_whole_file_is_one_failure(tmp_path: Path) -> None:
-    tests = """
-@pytest.fixture(scope="module")
-def broken():
-    has_run = pathlib.Path("has-run")
-    assert has_run.exists() or has_run.touch()
+def test_a_fixture_that_fails_for_a_whole_file_is_one_failure() -> None:
+    def causes(when: str) -> set[tuple[str, ...]]:
+        return {cause_of({"test": f"test_toy.py::test_a[{n}]", "when": when, "why": "no port"}) for n in range(16)}
 
-@pytest.mark.parametrize("n", range(16))
-def test_a(n, broken): pass
-"""
-    status, output = second_pass(tmp_path, tests)
-    assert status == 0
-    assert last_line(output) == "17 passed"
+    assert len(causes("setup")) == 1
+    assert len(causes("call")) == 16
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

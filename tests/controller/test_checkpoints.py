@@ -105,7 +105,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2, 3, pytest.param(4, marks=pytest.mark.thorough)]
+)
 def test_a_checkpoint_of_four_ranks_is_restored_on_any_number(
     saved: tuple[Path, dict[str, torch.Tensor], float], num_ranks: int
 ) -> None:
@@ -665,7 +667,7 @@ def test_one_rank_loads_for_itself_without_the_others(
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_kill_9_at_a_random_moment_of_a_save_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
     """More of them in the soak."""
     kill_during_a_save(seed, tmp_path / "run")

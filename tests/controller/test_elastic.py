@@ -215,7 +215,10 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.thorough] if kind in ("a sampler", "weights") else []) for kind in LOADERS],
+)
 def test_batches_come_in_the_order_of_the_run_without_a_fault(mesh: Mesh, tmp_path: Path, kind: str) -> None:
     mesh.run("""
 import os

@@ -45,7 +45,9 @@ opt = torch.optim.AdamW(model.parameters(), lr=0.05)
 """
 
 
-@pytest.mark.parametrize("in_setup", [True, False], ids=["built by a setup cell", "copied whole"])
+@pytest.mark.parametrize(
+    "in_setup", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["built by a setup cell", "copied whole"]
+)
 def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None:
     with create_mesh(2) as mesh, create_mesh(2) as calm:
         for each in (mesh, calm):
@@ -61,7 +63,9 @@ def test_ddp_training_goes_on_as_if_nobody_had_been_lost(in_setup: bool) -> None
             assert values(mesh, f"train({number})") == values(calm, f"train({number})")
 
 
-@pytest.mark.parametrize("in_setup", [True, False], ids=["built by a setup cell", "copied whole"])
+@pytest.mark.parametrize(
+    "in_setup", [pytest.param(True, marks=pytest.mark.thorough), False], ids=["built by a setup cell", "copied whole"]
+)
 def test_a_step_whose_gradients_an_earlier_cell_has_computed_is_the_same_on_all_ranks(in_setup: bool) -> None:
     weight = "weight = torch.arange(64.0).requires_grad_()\nown = torch.optim.SGD([weight], lr=0.1)"
     with create_mesh(3) as mesh, create_mesh(3) as calm:
