@@ -162,7 +162,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         pytest.skip(f"{name} is not installed")
 
 
-# Seconds that a test takes, about, by its kind: of several workers each takes next what takes longest, a file or a folder.
+# Seconds that a test takes, about, by its kind. Each of several workers takes next the file or folder of most seconds.
 SECONDS = {"soak": 60.0, "browser": 8.0, "kernels": 2.0, "meshes": 1.5, "processes": 0.3, "pure": 0.02}
 # Folders that one worker runs: JupyterLab, and machines with a Slurm and a Ray, are started once.
 ONE_WORKER = ("browser", "cluster")
