@@ -19,10 +19,10 @@ from meshbook.actors.runtime.context import current_rank
 from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
+from meshbook.controller.agreed import values_equal
 from meshbook.controller.remote import PROBED_PREFIXES, RemoteHandle, common_tensor_meta, group_previews
 from meshbook.errors import TransferError, ValuesDiffer, message_of
 from meshbook.ids import Ranks, name_ranks
-from meshbook.rank.previews.expressions import BINARY, UNARY
 from meshbook.wire.messages import OutcomeGroup, Preview
 
 PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)
@@ -35,8 +35,8 @@ _PREVIEW_TIMEOUT_S = 20.0
 class ActorState(RemoteHandle):
     """A handle to an object that each actor of a mesh holds: an attribute, or a path of attributes and items.
 
-    Where a single value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` returns the
-    objects.
+    Where a single value is needed (`float(x)`, `if x:`, `x == 3`, `x + 1`), all actors must agree on it. `pull(x)`
+    returns the objects.
     """
 
     __slots__ = ("_meshbook_mesh", "_meshbook_steps")
@@ -81,19 +81,17 @@ class ActorState(RemoteHandle):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._meshbook_same())
 
-    def _meshbook_same(self) -> Any:
-        first, *others = pull(self).values()
-        for other in others:
-            equal = first == other
-            if not (bool(equal.all()) if hasattr(equal, "all") else bool(equal)):
-                raise ValuesDiffer(
-                    f"{name_ranks(_ranks(self))} do not agree on {_format_path(self)}:\n{self!r}\n"
-                    f"slice the mesh first, or take them all: pull({_format_path(self)})"
-                )
-        return first
+    def _meshbook_each(self) -> Any:
+        return pull(self).values()
 
-    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
-        return (BINARY if operands else UNARY)[op][0](self._meshbook_same(), *operands)
+    def _meshbook_same(self) -> Any:
+        first, *others = self._meshbook_each()
+        if not all(values_equal(first, other) for other in others):
+            raise ValuesDiffer(
+                f"{name_ranks(_ranks(self))} do not agree on {_format_path(self)}:\n{self!r}\n"
+                f"slice the mesh first, or take them all: pull({_format_path(self)})"
+            )
+        return first
 
     def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
         missing = Preview(kind="none", type="", text=f"({_format_path(self)} is not there)")
@@ -104,14 +102,6 @@ class ActorState(RemoteHandle):
         raise TransferError(
             f"{_format_path(self)} is in the actors and cannot be sent; pull(…) it, and send what that gives"
         )
-
-
-def _compared(op: str) -> Callable[[ActorState, Any], Any]:
-    return lambda self, other: self._meshbook_agreed(op, other)
-
-
-for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(ActorState, f"__{_op}__", _compared(_op))
 
 
 def state_of(mesh: ActorMesh[Any]) -> ActorState:

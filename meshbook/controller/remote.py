@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from meshbook.controller import extensions, running
+from meshbook.controller.agreed import COMPARISONS, AgreedOperators
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import CellError, CellInterrupted, MeshNameError, TransferError, ValuesDiffer
@@ -50,31 +51,10 @@ class PreviewDisplay:
         return marimo_mime(self._repr_mimebundle_())
 
 
-class RemoteHandle(PreviewDisplay):
+class RemoteHandle(PreviewDisplay, AgreedOperators):
     """A handle to one object per rank or actor; all must agree on it where a single value is needed."""
 
     __slots__ = ("__weakref__",)
-
-    def _meshbook_same(self) -> Any:
-        """Return the object itself, on which all agree.
-
-        Raises:
-            ValuesDiffer: they do not; the message shows what each holds.
-        """
-        raise NotImplementedError
-
-    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
-        """Return the value of an operation of `expressions` on the object, on which all agree. Raises ValuesDiffer."""
-        raise NotImplementedError
-
-    def __bool__(self) -> bool:
-        return bool(self._meshbook_agreed("bool"))
-
-    def __int__(self) -> int:
-        return int(self._meshbook_agreed("int"))
-
-    def __float__(self) -> float:
-        return float(self._meshbook_agreed("float"))
 
     def __index__(self) -> int:
         return operator.index(self._meshbook_same())
@@ -95,9 +75,6 @@ class RemoteHandle(PreviewDisplay):
         if isinstance(value, Mapping):
             raise TransferError(f"the ranks hold a {type(value).__name__} here, which is no array; pull it first")
         return numpy.asarray(value, dtype=dtype)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._meshbook_same(), spec) if spec else str(self)
 
     def __hash__(self) -> int:
         return id(self)
@@ -164,9 +141,13 @@ class RemoteValue(RemoteHandle):
     def _meshbook_same(self) -> Any:
         return pull(self).same()
 
-    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
+    def _meshbook_agreed(self, op: str, *operands: Any, reflected: bool = False) -> Any:
         path = self._meshbook_path
-        return _evaluated_values(self, path.binary(op, *operands) if operands else path.unary(op)).same()
+        step = path.binary(op, *operands, reflected=reflected) if operands else path.unary(op)
+        return _evaluated_values(self, step).same()
+
+    def __round__(self, digits: int | None = None) -> RemoteValue:
+        return _evaluate(self, self._meshbook_path.attr("__round__").call(() if digits is None else (digits,)))
 
     def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
         return fetch_previews(self), self._meshbook_ranks
@@ -219,9 +200,9 @@ def _unary(op: str) -> Callable[[RemoteValue], RemoteValue]:
 for _op in BINARY:
     if _op != "contains":
         setattr(RemoteValue, f"__{_op}__", _binary(_op))
-        if _op not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        if _op not in COMPARISONS:
             setattr(RemoteValue, f"__r{_op}__", _binary(_op, reflected=True))
-for _op in ("neg", "pos", "invert", "abs", "round", "copy"):
+for _op in ("neg", "pos", "invert", "abs", "copy"):
     setattr(RemoteValue, f"__{_op}__", _unary(_op))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshbook.controller.agreed import AgreedOperators, values_equal
 from meshbook.errors import Failure, MeshShapeError, ValuesDiffer
 from meshbook.fold import rendering
 from meshbook.ids import format_ranks, name_ranks
@@ -19,14 +20,14 @@ from meshbook.wire.messages import OutcomeGroup, Value
 Fetch = Callable[[tuple[int, ...], str], dict[int, Any]]
 
 
-class RankValues(Mapping[int, Any]):
+class RankValues(AgreedOperators, Mapping[int, Any]):
     """One value per rank, as a mapping from rank to value.
 
     Values that were too large to send along are fetched on first access, from their rank only; displaying them needs no
     fetch.
 
     `values[0]` is rank 0's value; `values.item(dp=0, tp=1)` the one at that point of the mesh; `values.same()` the one
-    value that all ranks agree on.
+    value that all ranks agree on, which operators take too: `float(values)`, `if values:`, `values > 1`.
     """
 
     def __init__(
@@ -144,13 +145,25 @@ class RankValues(Mapping[int, Any]):
             raise TypeError("each rank's value is a dict; pandas.DataFrame(values.values()) has a row per rank")
         return numpy.asarray([numpy.asarray(value) for value in self.values()], dtype=dtype)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.same(), spec) if spec else str(self)
+    def _meshbook_same(self) -> Any:
+        return self.same()
+
+    def _meshbook_each(self) -> Any:
+        return self.values()
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 and super().__bool__()
+
+    def __eq__(self, other: object) -> bool:
+        return Mapping.__eq__(self, other) if isinstance(other, Mapping) else self._meshbook_agreed("eq", other)
+
+    __ne__ = object.__ne__
+    __hash__ = None  # type: ignore[assignment]
 
     def _all_equal(self) -> bool:
         self._load_values(tuple(self))
         first, *others = (self._loaded[rank] for rank in self)
-        return all(_values_equal(first, other) for other in others)
+        return all(values_equal(first, other) for other in others)
 
     def _load_values(self, ranks: tuple[int, ...]) -> None:
         """Load or fetch these ranks' values."""
@@ -221,15 +234,3 @@ class CellResult:
 
     def _mime_(self) -> tuple[str, Any]:
         return marimo_mime(self._repr_mimebundle_())
-
-
-def _values_equal(a: Any, b: Any) -> bool:
-    """Whether two values, which may be tensors or arrays, are equal."""
-    if type(a) is not type(b):
-        return False
-    if hasattr(a, "shape") and hasattr(a, "dtype"):
-        return bool(a.shape == b.shape and (a == b).all())
-    try:
-        return bool(a == b)
-    except Exception:
-        return False

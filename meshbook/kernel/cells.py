@@ -236,7 +236,7 @@ class CellRunner:
         session.raise_for_status(finished, command.ranks, label=command.label)
         values = session.rank_values(finished.outcomes)
         # An object that displays itself has already done so on its rank.
-        return values if values and any(values._repr_mimebundle_().values()) else None
+        return values if len(values) and any(values._repr_mimebundle_().values()) else None
 
     def _stuck_ranks_returned(
         self, session: Session, command: messages.RunCell, future: Future[messages.CallFinished]

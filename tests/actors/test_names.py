@@ -12,6 +12,7 @@ import torch
 from meshbook import actor
 from meshbook.actor import ValueMesh
 from meshbook.actors.shape import Extent, Point
+from meshbook.errors import ValuesDiffer
 from meshbook.mesh_axes import MeshAxes
 
 
@@ -64,3 +65,40 @@ def test_values_of_a_mesh_are_an_array_of_its_dims_and_theirs() -> None:
     assert np.asarray(losses).tolist() == [[0.1, 0.2], [0.3, 0.4]]
     weights: Any = ValueMesh(axes, [torch.full((3,), float(rank)) for rank in range(4)])
     assert np.asarray(weights, dtype="float32").shape == (2, 2, 3)
+
+
+def test_operators_on_values_of_a_mesh_take_what_all_agree_on_and_else_show_what_each_has() -> None:
+    axes = MeshAxes.of({"gpus": 2})
+    same: Any = ValueMesh(axes, [3, 3])
+    assert (same + 1, 10 - same, -same, same == 3, same != 3, float(same), f"{same:.1f}") == (
+        4,
+        7,
+        -3,
+        True,
+        False,
+        3,
+        "3.0",
+    )
+    assert not ValueMesh(axes, [False, False])
+    differing: Any = ValueMesh(axes, [0.1, 0.4])
+    assert differing < 0.5
+    assert round(ValueMesh(axes, [0.126, 0.126]), 2) == 0.13  # type: ignore[call-overload]
+    for use in (float, lambda values: values + 1, lambda values: values > 0.2, "{:.2f}".format):
+        with pytest.raises(ValuesDiffer, match=r"(?s)gpus.*: 0\.4\ntake one, values\[0\] or values\.item\(gpus=0\)"):
+            use(differing)
+    with pytest.raises(AttributeError, match=r"no attribute 'mean'; values\[0\] is the first"):
+        _ = differing.mean
+
+
+def test_a_point_and_its_value_used_as_the_value_alone_say_what_to_write() -> None:
+    losses: Any = ValueMesh(MeshAxes.of({"gpus": 2}), [0.1, 0.4])
+    assert sum(losses.values()) == 0.5
+    assert [value for _, value in losses] == [0.1, 0.4]
+    for use in (
+        sum,
+        max,
+        lambda values: [f"{value:.2f}" for value in values],
+        lambda values: [value / 2 for value in values],
+    ):
+        with pytest.raises(TypeError, match=r"yields \(point, value\).*values\.values\(\)"):
+            use(losses)

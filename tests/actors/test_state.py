@@ -83,6 +83,15 @@ def test_what_is_set_is_on_every_rank_and_a_value_mesh_gives_each_its_own(traine
     assert list(trainers.state.model[0].bias.sum().values()) == [3.0, 3.0]
 
 
+def test_arithmetic_takes_what_all_actors_agree_on(trainers: ActorMesh[Any]) -> None:
+    assert (trainers.state.lr * 2, 1 - trainers.state.lr, -trainers.state.lr) == (0.2, 0.9, -0.1)
+    trainers.state.step += 3
+    assert list(pull(trainers.state.step).values()) == [3, 3]
+    assert trainers.state.place < 2
+    with pytest.raises(ValuesDiffer, match=r"do not agree on trainers.state.place"):
+        trainers.state.place + 1
+
+
 def test_reading_never_waits_behind_a_long_endpoint(trainers: ActorMesh[Any]) -> None:
     waiting = trainers.wait.call()
     assert trainers.state.step == 0

@@ -73,6 +73,20 @@ def test_a_value_is_formatted_where_all_ranks_agree_on_it(mesh: Mesh) -> None:
         f"{mesh.run('1.0 * rank').values:.2f}"
 
 
+def test_operators_take_the_value_on_which_all_ranks_agree(mesh: Mesh) -> None:
+    mesh.run("step, is_done, loss = 3, False, 0.126")
+    step = mesh.pull("step")
+    assert (step + 1, 10 - step, step == 3, step != 3, step > 2, float(step)) == (4, 7, True, False, True, 3.0)
+    assert step == dict.fromkeys(range(4), 3)
+    assert step != dict.fromkeys(range(4), 4)
+    assert not mesh.pull("is_done")
+    assert not mesh.run("pass").values
+    assert round(mesh.pull("loss"), 2) == round(mesh["loss"], 2) == 0.13  # type: ignore[call-overload]
+    assert mesh.run("rank").values < 4
+    with pytest.raises(ValuesDiffer, match=r"values\[0\]"):
+        mesh.run("rank").values < 2  # noqa: B015  (asking is the test)
+
+
 def test_a_large_value_stays_on_its_rank_until_it_is_asked_for(mesh: Mesh) -> None:
     values = mesh.run("torch.arange(1_000_000) + rank").values
     assert values._loaded == {}
