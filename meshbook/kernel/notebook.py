@@ -64,6 +64,7 @@ class Notebook:
         self.show_help = self.queries.show_help
         self._hook = CellHook(shell, lambda: self.auto)
         self._hook.install()
+        shell.ast_transformers.append(transform.ShowMeshMagics())
         shell.events.register("pre_run_cell", self._pre_run_cell)
         shell.events.register("post_run_cell", self._post_run_cell)
         self._get_exc_info: Callable[[Any], Any] = shell._get_exc_info
@@ -84,8 +85,10 @@ class Notebook:
         return self.meshes.current
 
     def run_shown(self, magic: str, arguments: str) -> None:
-        """Run a line magic above code for the ranks, and display its value, which IPython does for a last line only."""
-        value = self.shell.run_line_magic(magic, arguments)
+        """Run a line magic and display its value, for `transform.ShowMeshMagics`."""
+        value = self.shell.run_line_magic(
+            magic, arguments, _stack_depth=2
+        )  # of the user's frame, for `%mesh pull $name`
         if value is not None:
             display(value)  # type: ignore[no-untyped-call]
 

@@ -138,6 +138,26 @@ def rewrite(source: str, *, auto: bool = True) -> str:
     return planned.local_source
 
 
+class ShowMeshMagics(ast.NodeTransformer):
+    """Has a `%mesh` line show its value wherever it stands in a cell, as IPython does for a cell's last line only."""
+
+    def visit_Module(self, module: ast.Module) -> ast.Module:
+        lines = module.body
+        for line in lines[:-1] if lines and isinstance(lines[-1], ast.Expr) else lines:
+            self.visit(line)
+        return module
+
+    def visit_Expr(self, line: ast.Expr) -> ast.Expr:
+        match line.value:
+            case ast.Call(
+                ast.Attribute(ast.Call(ast.Name("get_ipython")), "run_line_magic"), [ast.Constant("mesh"), _]
+            ):
+                shown = ast.parse(f"{NOTEBOOK_EXPRESSION}.run_shown", mode="eval").body
+                line.value.func = ast.copy_location(shown, line)
+                ast.fix_missing_locations(line)
+        return line
+
+
 def installs(source: str) -> bool:
     """Whether the lines at the top of a cell that run here install packages."""
     for line in source.splitlines():
@@ -245,8 +265,6 @@ def _parse_local_line(line: str) -> tuple[str, bool] | None:
     if magic is None:
         return None
     name, arguments = magic["name"], magic["rest"].strip()
-    if name == "mesh":
-        return f"{NOTEBOOK_EXPRESSION}.run_shown({name!r}, {arguments!r})\n", False
     if name in LOCAL_LINE_MAGICS:
         return line, False
     if name not in BOTH_LINE_MAGICS:

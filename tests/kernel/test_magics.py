@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from meshbook import attach, create_mesh
@@ -366,6 +367,23 @@ def test_status_tells_each_ranks_state_and_the_names(typed: Terminal) -> None:
     ]
     assert shown[0] == shown[1]
     assert str(typed("%mesh status magics")).startswith("Mesh magics: ")
+
+
+def test_a_magic_shows_its_value_wherever_it_stands_in_a_cell(typed: Terminal) -> None:
+    def shown(cell: str) -> list[str]:
+        with capture_output() as captured:
+            value = typed(cell)
+        return re.findall(
+            r"Mesh magics: 2 ranks|\b4[12]\b", captured.stdout + "\n".join(map(str, captured.outputs))
+        ) + [str(value)]
+
+    status = "Mesh magics: 2 ranks"
+    assert shown("for _ in range(2):\n    %mesh status") == [status, status, "None"]
+    assert shown("def look():\n    if True:\n        %mesh status\nlook()") == [status, "None"]
+    assert shown("%mesh status\n1 + 1") == [status, "2"]
+    assert shown("table = %mesh status\nlen(table.rows)") == ["2"]
+    typed("%%mesh\na, b = 41, 42")
+    assert shown("def pulled(name):\n    %mesh pull $name\npulled('a'), pulled('b')") == ["41", "42", "(None, None)"]
 
 
 def test_status_knows_meshes_of_others_by_name(typed: Terminal) -> None:

@@ -77,8 +77,7 @@ def test_a_controller_line_with_options_is_left_to_the_magic_which_says_why_not(
 def test_magics_of_the_notebook_may_stand_above_code_for_the_ranks() -> None:
     decided = plan_cell("# two of them\n%mesh stop\n%mesh start -n 2\n\nx = rank\n")
     assert decided.target == "both"
-    shown = "get_ipython().meshbook.run_shown('mesh', {!r})\n"
-    assert decided.local_source == shown.format("stop") + shown.format("start -n 2")
+    assert decided.local_source == "%mesh stop\n%mesh start -n 2\n"
     assert decided.remote_source == "# two of them\n# %mesh stop\n# %mesh start -n 2\n\nx = rank\n"
 
 
