@@ -166,6 +166,8 @@ class Notebook:
 
     def _advice_for(self, name: str) -> str:
         """Return where a name is that is not defined in this process; "" if it is not on the ranks either."""
+        if self.mesh is None and name == "mesh":
+            return "there is no mesh yet: %mesh start starts one, and a cell for the ranks does"
         if self.mesh is not None and name in PRESET_MODULES:
             return (
                 f"`{name}` is there on the ranks. Import it to use it in this process, or leave out %%controller to "

@@ -100,6 +100,10 @@ def test_a_notebook_without_a_mesh_is_told_how_to_get_one(fresh: Terminal) -> No
     table = fresh("%mesh")
     assert "no mesh yet" in str(table)
     assert "%mesh start -n 4" in str(table)
+    with pytest.raises(NameError) as raised:
+        fresh("mesh.pull('x')")
+    _, shown, _ = fresh.shell._get_exc_info((NameError, raised.value, raised.tb))
+    assert shown.__notes__ == ["there is no mesh yet: %mesh start starts one, and a cell for the ranks does"]
 
 
 def test_start_says_what_is_there_now(fresh: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,9 +377,8 @@ def test_a_magic_shows_its_value_wherever_it_stands_in_a_cell(typed: Terminal) -
     def shown(cell: str) -> list[str]:
         with capture_output() as captured:
             value = typed(cell)
-        return re.findall(
-            r"Mesh magics: 2 ranks|\b4[12]\b", captured.stdout + "\n".join(map(str, captured.outputs))
-        ) + [str(value)]
+        displayed = [captured.stdout, *map(str, captured.outputs)]
+        return [*re.findall(r"Mesh magics: 2 ranks|\b4[12]\b", "\n".join(displayed)), str(value)]
 
     status = "Mesh magics: 2 ranks"
     assert shown("for _ in range(2):\n    %mesh status") == [status, status, "None"]
