@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import IPython
 from IPython.core.error import UsageError
 
-from meshbook.diagnose.source_files import is_user_file
+from meshbook.diagnose.source_files import is_user_file, library_of
 from meshbook.errors import (
     CollectiveAborted,
     MeshbookError,
@@ -55,6 +55,7 @@ _IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os
 _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
 _DEBUGGER_FILES: Final = tuple(str(module.__file__) for module in (bdb, pdb, cmd))
 _RUNNER_FILE: Final = os.path.join(_MESHBOOK_FOLDER, "rank", "cells", "code_runner.py")  # calls the user's code
+_MODULES_FILE: Final = os.path.join(_MESHBOOK_FOLDER, "rank", "tensors", "modules.py")  # runs modules of the notebook
 # Meshbook's files whose frames represent an action of the user: a missing name in an expression, a cell that does not
 # compile, an interrupt before its first line. An exception that has only Meshbook's frames and ends in another file is
 # a defect of Meshbook and retains them.
@@ -85,6 +86,10 @@ class Renderer(Protocol):
 
 def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
     """Return the report of an exception. Removes Meshbook's frames from it, and from its causes and contexts."""
+    # As for operations on remote tensors: the notebook's line called it, and torch's frames say no more than the error.
+    is_of_module = any(
+        entry.tb_frame.f_code.co_filename == _MODULES_FILE for entry in _iter_traceback(error.__traceback__)
+    )
     strip_meshbook_frames(error)
     text = error_text(error)
     if isinstance(error, CollectiveAborted):  # its location is sufficient: the fault is another rank's, and shown there
@@ -99,7 +104,7 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
         with contextlib.suppress(Exception):
             error.add_note(full_folder)
     try:
-        with _truncated_tracebacks(error):
+        with _truncated_tracebacks(error, without_torch=is_of_module):
             rendered = renderer.render(error)
     except KeyboardInterrupt:
         raise
@@ -184,12 +189,17 @@ def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 @contextlib.contextmanager
-def _truncated_tracebacks(error: BaseException) -> Iterator[None]:
+def _truncated_tracebacks(error: BaseException, *, without_torch: bool) -> Iterator[None]:
     """Reduce the tracebacks to the most relevant frames while they are rendered. `%tb` renders all of them."""
     interrupted = isinstance(error, KeyboardInterrupt)
     originals = [(chained, chained.__traceback__) for chained in _iter_exception_chain(error)]
     for chained, tb in originals:
-        chained.__traceback__ = _rebuild_traceback(_select_frames(list(_iter_traceback(tb)), interrupted=interrupted))
+        entries = [
+            entry
+            for entry in _iter_traceback(tb)
+            if not (without_torch and library_of(entry.tb_frame.f_code.co_filename) == "torch")
+        ]
+        chained.__traceback__ = _rebuild_traceback(_select_frames(entries, interrupted=interrupted))
     try:
         yield
     finally:
