@@ -15,10 +15,12 @@ from types import FrameType
 from typing import Any
 
 from meshbook.actors import replies
+from meshbook.actors.mesh_references import MeshReferences
 from meshbook.actors.runtime import faults, futures
-from meshbook.actors.runtime.registry import ActorRegistry
+from meshbook.actors.runtime.registry import ActorRegistry, local_registry
 from meshbook.actors.runtime.transport import local_transport, unblock_signals
 from meshbook.ids import name_ranks
+from meshbook.wire.messages import ActorFailure
 
 # Seconds for a failure to reach a caller as the result of a call, before it stops the cell.
 _GRACE_S = 0.3
@@ -82,7 +84,18 @@ def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
 def _describe(failure: faults.MeshFailure, alike: Sequence[faults.MeshFailure]) -> str:
     ranks = [rank for other in alike for rank in other.ranks]
     more = f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else ""
-    return f"{failure}{more}; no __supervise__ has handled it"
+    return f"{failure}{more}; no __supervise__ has handled it{_missing_module_hint(failure, ranks)}"
+
+
+def _missing_module_hint(failure: faults.MeshFailure, ranks: Sequence[int]) -> str:
+    """Return a sentence with what to do about a module that the ranks' machines lack; "" if it is not that."""
+    failures = dict.fromkeys(ranks, ActorFailure(0, "fault", "", str(failure)))
+    for owned in list(local_registry().owned.values()):
+        references = owned.ref.references
+        if owned.ref.name == failure.mesh_name and isinstance(references, MeshReferences):
+            hint = references.missing_module_hint(failures)
+            return hint and f". {hint}"
+    return ""
 
 
 def _stop_cell(failure: faults.MeshFailure, text: str) -> None:

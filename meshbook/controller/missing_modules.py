@@ -24,8 +24,11 @@ def missing_module_hint(failures: Sequence[Failure], spec: MeshSpec | None) -> s
     if spec is None or not spec.on:
         return ""
     for failure in failures:
-        # A function, a value or an actor's class that could not be rebuilt there is a TransferError.
-        is_import = failure.ename == "ModuleNotFoundError" or "needs module `" in failure.evalue
+        # A function, a value or an actor's class that could not be rebuilt there is a TransferError; an actor's failure
+        # that no call gets has the exception's class in its text.
+        is_import = failure.ename == "ModuleNotFoundError" or re.search(
+            "needs module `|ModuleNotFoundError: ", failure.evalue
+        )
         found = re.search(r"No module named '([^']+)'", failure.evalue)
         if not is_import or found is None or (place := _place_here(name := found[1])) is None:
             continue

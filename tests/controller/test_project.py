@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from meshbook import clock
+from meshbook.actors import unhandled_faults
 from meshbook.actors.mesh_references import MeshReferences
+from meshbook.actors.runtime.faults import MeshFailure
 from meshbook.clock import ManualClock
 from meshbook.controller import missing_modules
 from meshbook.controller.missing_modules import add_hint, missing_module_hint
@@ -134,6 +136,25 @@ def test_a_value_whose_module_only_this_machine_has_is_an_error_that_names_sync(
     ended = f"?.__init__ failed, so there is no actor 'a': TransferError: {text}"
     failures = {rank: ActorFailure(1, "ended", "TransferError", ended) for rank in (0, 1)}
     assert "ranks 0-1 cannot import it. %mesh restart --sync" in MeshReferences(session).missing_module_hint(failures)
+
+
+def test_a_module_that_an_actor_lacks_which_nobody_calls_is_a_failure_that_names_sync(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session: Any = SimpleNamespace(info=SimpleNamespace(spec=SPEC))
+    ref: Any = SimpleNamespace(name="loaders", references=MeshReferences(session))
+    registry = SimpleNamespace(owned={"a-1": SimpleNamespace(ref=ref)})
+    monkeypatch.setattr(unhandled_faults, "local_registry", lambda: registry)
+
+    def described(text: str) -> str:
+        alike = [MeshFailure("loaders", (rank,), text) for rank in (0, 1)]
+        return unhandled_faults._describe(alike[0], alike)
+
+    failed = "Loader.__init__ failed, so there is no actor 'loaders': "
+    told = described(f"{failed}ModuleNotFoundError: No module named 'pkg'")
+    assert "alike on ranks 0-1; no __supervise__ has handled it. pkg is a module of this machine" in told
+    assert "ranks 0-1 cannot import it. %mesh restart --sync" in told
+    assert described(f"{failed}ValueError: no").endswith("no __supervise__ has handled it")
 
 
 def test_with_sync_the_hint_is_why_it_did_not_travel(module: str) -> None:
