@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from meshbook.clock import monotonic, sleep
-from meshbook.rank.started_processes import StartedProcesses
 from meshbook.wire.interrupt_points import PostponedInterrupt
+from meshbook.wire.started_processes import StartedProcesses
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S, STOP_SIGNAL
 
 # The signal that wakes the main thread for `interrupt_call`. Nothing else uses it, so it is never taken for a SIGINT.

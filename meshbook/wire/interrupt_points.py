@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import subprocess
 import threading
 from types import CodeType, FrameType
 from typing import Final
@@ -40,9 +41,13 @@ _FUNCTIONS: Final = frozenset({
     ("subprocess", "Popen.__init__"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter.__init__"),
 })  # fmt: skip
-# Functions of these modules that wait for long, and restore everything in their `try` if an exception ends the wait.
+# Functions of these modules that wait for long, and restore everything in their `try` if an exception ends the wait; or
+# whose callers do, as those of Popen's wait for a child do for a KeyboardInterrupt.
 _WAITS: Final = frozenset({
-    code for function in (threading.Condition.wait, getattr(threading.Thread, "_wait_for_tstate_lock", None))
+    code for function in (
+        threading.Condition.wait, getattr(threading.Thread, "_wait_for_tstate_lock", None),
+        getattr(subprocess.Popen, "_try_wait", None),
+    )
     if (code := getattr(function, "__code__", None)) is not None
 })  # fmt: skip
 

@@ -84,11 +84,15 @@ def forks_of(pid: int) -> list[int]:
     return found
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the children of all threads of a process; empty on a system that does not list them."""
+def children_of(pid: int, thread: int | None = None) -> list[int]:
+    """Return the children of all threads of a process, or of one; empty on a system that does not list them.
+
+    Args:
+        thread: its native id.
+    """
     found: list[int] = []
     with contextlib.suppress(OSError):  # it has ended
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for task in os.listdir(f"/proc/{pid}/task") if thread is None else (thread,):
             children = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
             found += [int(child) for child in children.split()]
     return found

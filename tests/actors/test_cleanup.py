@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import operator
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import meshbook
@@ -38,6 +40,7 @@ from meshbook.actors.state import pull
 from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
 from meshbook.wire.process_control import kill_supervisor
+from meshbook.wire.processes import children_of
 from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 from tests.budget import WAIT_S, when
 from tests.scripts import run_python
@@ -271,6 +274,53 @@ def test_an_interrupt_reaches_what_the_endpoint_waits_for() -> None:
     assert second.notes.call_one().get(WAIT_S) == ["interrupted"]
     for counter in (first, second):
         counter.stop().get(WAIT_S)
+
+
+class Shell(Actor):
+    def __init__(self) -> None:
+        self.thread = 0
+
+    @endpoint
+    def run(self, how: str) -> None:
+        self.thread = threading.get_native_id()
+        if how == "system":
+            os.system("sleep 3000")
+        else:
+            subprocess.run(["sleep", "3000"], check=False, timeout=WAIT_S if how == "run with a timeout" else None)
+
+
+class AsyncShell(Shell):
+    @endpoint
+    async def run(self, how: str) -> None:
+        self.thread = threading.get_native_id()
+        os.system("sleep 3000")
+
+
+@pytest.mark.parametrize(
+    ("Class", "how"), [(Shell, "system"), (Shell, "run"), (Shell, "run with a timeout"), (AsyncShell, "system")]
+)
+def test_an_interrupt_reaches_the_process_that_an_endpoint_waits_for_and_no_other_actors(Class: type, how: str) -> None:
+    shells = [this_proc().spawn(name, Class) for name in ("interrupted shell", "other shell")]
+    calls = [shell.run.call_one(how) for shell in shells]
+
+    def sleeps(shell: Any) -> list[int]:
+        """Return the process that sleeps: os.system's shell, which may not have started it yet, takes SIGINT for it."""
+        (thread,) = shell._apply_concurrently(lambda actor: actor.thread).get(WAIT_S).values()
+        own = children_of(os.getpid(), thread) if thread else []
+        below = [*own, *itertools.chain.from_iterable(map(children_of, own))]
+        return [pid for pid in below if psutil.Process(pid).name() == "sleep"]
+
+    when(lambda: all(map(sleeps, shells)), "both sleep")
+    other = sleeps(shells[1])
+    calls[0].interrupt()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        calls[0].get(WAIT_S)
+    assert sleeps(shells[1]) == other
+    calls[1].interrupt()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        calls[1].get(WAIT_S)
+    for shell in shells:
+        shell.stop().get(WAIT_S)
 
 
 def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -49,6 +51,14 @@ def test_a_wait_for_a_condition_can_be_interrupted_but_not_as_it_begins_and_ends
         threading._allocate_lock = before  # type: ignore[attr-defined]
     assert waits.found == [False, True]  # as its lock is made, and as it waits for that
     assert lock.found == [False, False]  # the condition's own is given back and taken again
+
+
+def test_a_wait_for_a_child_can_be_interrupted_as_popen_expects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    child: Any = SimpleNamespace(pid=1)
+    monkeypatch.setattr(os, "waitpid", lambda pid, flags: found.append(can_interrupt(sys._getframe(1))) or (pid, 0))
+    assert subprocess.Popen._try_wait(child, 0) == (1, 0)  # type: ignore[attr-defined]
+    assert found == [True]
 
 
 def test_the_body_of_a_context_manager_can_be_interrupted() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from meshbook.actors.runtime import futures
 from meshbook.wire.interrupt_points import PostponedInterrupt
+from meshbook.wire.started_processes import StartedProcesses
 
 _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -44,7 +45,7 @@ class Interruptible:
 
     `interrupt` raises a KeyboardInterrupt in the section: at once if the code waits in a Future's `get()`, otherwise
     when the thread next runs Python: a `time.sleep` or a long C call finishes first. Not inside the functions that must
-    complete (`wire/interrupt_points`): then it is tried again.
+    complete (`wire/interrupt_points`): then it is tried again. Processes that the section has started get a signal.
     """
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
@@ -55,6 +56,8 @@ class Interruptible:
         self._key: Any = None
         self._thread = 0
         self._is_exception_set = False
+        self._postponed: PostponedInterrupt | None = None  # of this section
+        self._started = StartedProcesses()
 
     def check(self, key: Any) -> None:
         """Raise KeyboardInterrupt if `key` was marked before it began."""
@@ -63,7 +66,8 @@ class Interruptible:
 
     def section(self, key: Any) -> Interruptible:
         with self._lock:
-            self._key, self._thread = key, threading.get_ident()
+            self._key, self._thread, self._postponed = key, threading.get_ident(), None
+            self._started.begin_call(key, thread=threading.get_native_id())
         return self
 
     def __enter__(self) -> None:
@@ -80,15 +84,30 @@ class Interruptible:
                 self._is_exception_set = False
                 _cancel_async_exception(threading.get_ident())
 
+    def raise_postponed(self) -> None:
+        """Raise an interrupt that is still to be tried again. Call it after user code, in the section or just after it.
+
+        Raises:
+            KeyboardInterrupt: there is one.
+        """
+        if self._postponed is not None and self._postponed.is_pending:
+            self._postponed = None
+            raise KeyboardInterrupt
+
     def interrupt(self, key: Any) -> None:
         """Interrupt the section of this key, if the thread is in it. Does not wait."""
         self._interrupt(key, PostponedInterrupt(ends_calls=False))
+        # After that, so that the exception is there when the wait for them ends.
+        with self._lock:
+            if self._thread and self._key == key:
+                self._started.interrupt(key, hard=False)
 
     def _interrupt(self, key: Any, postponed: PostponedInterrupt) -> None:
         with self._lock:
             thread = self._thread
             if not thread or self._key != key:
                 return
+            self._postponed = postponed
             if postponed.try_again(sys._current_frames().get(thread)):
                 self._call_later(_RETRY_S, lambda: self._interrupt(key, postponed))
                 return

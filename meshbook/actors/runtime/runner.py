@@ -236,6 +236,7 @@ class ActorRunner:
             with self._interruptible.section(call.key):
                 self._interruptible.check(call.key)
                 value = function(*args, **kwargs)
+                self._interruptible.raise_postponed()
         except BaseException as error:
             self._interruptible.end_section()  # the interrupt may have arrived in the middle of it
             self._fail_call(call, error)
@@ -268,6 +269,7 @@ class ActorRunner:
                 value = await self._interruptible.await_in_sections(call.key, value)
             elif inspect.isawaitable(value):
                 value = await value
+            self._interruptible.raise_postponed()
         except BaseException as error:
             self._interruptible.end_section()
             self._fail_call(call, error)
@@ -352,10 +354,7 @@ class ActorRunner:
         self.ended.set()
 
     def _refuse_queued(self) -> None:
-        """Refuse messages that arrived too late.
-
-        Also runs on the thread that delivers a message, if that looked the actor up just before its end.
-        """
+        """Refuse messages that arrived too late, also on the thread that delivers one just before the actor's end."""
         while (item := self._mailbox.get(block=False)) is not None:
             if not isinstance(item, faults.MeshFailure) and item.peer is not None:
                 self._process.refuse(item.peer, item.request, faults.stopped_failure(self.name, self._stop_reason))

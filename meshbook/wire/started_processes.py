@@ -1,4 +1,4 @@
-"""The processes that a call has started: a Stop reaches them too, as Ctrl-C in a terminal does.
+"""The processes that a call has started, a cell or an actor's endpoint: a Stop reaches them too, as Ctrl-C does.
 
 Otherwise a call that waits for one would not end (`os.system` ignores SIGINT), or would leave it behind. What a process
 pool, a DataLoader or torch.compile has started is theirs: it outlives a Stop, and its owner ends it. So does what has a
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
+from collections.abc import Hashable, Iterable
+from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime
 from typing import Any
 
@@ -25,41 +28,60 @@ class StartedProcesses:
     """The processes that the running call has started."""
 
     def __init__(self) -> None:
-        self._call = ("", 0)  # the running call, and its beginning in ticks since boot, as a process's start is counted
+        # The running call, its beginning in ticks since boot, as a process's start is counted, and its thread.
+        self._call: tuple[Hashable, int, int | None] = ("", 0, None)
         self._interrupted: dict[int, float] = {}  # pid -> when it was sent SIGINT
 
-    def begin_call(self, call_id: str) -> None:
-        """Record that a call begins."""
-        self._interrupted.clear()
-        self._call = (call_id, int(clock_gettime(CLOCK_BOOTTIME) * _TICKS_PER_S))
+    def begin_call(self, call_id: Hashable, *, thread: int | None = None) -> None:
+        """Record that a call begins.
 
-    def interrupt(self, call_id: str, *, hard: bool) -> None:
-        """Send those of this call SIGINT; with `hard`, SIGKILL to those that have been sent one. Any thread."""
-        running, begun_ticks = self._call
+        Args:
+            thread: native id of the thread whose children are the call's; None: those of all threads.
+        """
+        self._interrupted.clear()
+        self._call = (call_id, int(clock_gettime(CLOCK_BOOTTIME) * _TICKS_PER_S), thread)
+
+    def interrupt(self, call_id: Hashable, *, hard: bool) -> None:
+        """Send those of this call SIGINT, or SIGTERM where SIGINT is blocked. Any thread.
+
+        Args:
+            hard: send SIGKILL to those that have been sent one.
+        """
+        running, begun_ticks, thread = self._call
         if running != call_id:
             return
         now = monotonic()
-        for pid in _find_started(os.getpid(), begun_ticks, os.getpgrp(), _pids_with_owners()):
+        children = children_of(os.getpid(), thread)
+        for pid in _find_started(children, begun_ticks, os.getpgrp(), _pids_with_owners()):
             sent_at = self._interrupted.setdefault(pid, now)
             is_new = sent_at == now
             if not (hard or is_new) and now - sent_at < SIGINT_DEBOUNCE_S:
                 continue  # of the same Stop
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL if hard and not is_new else signal.SIGINT)
+                soft = signal.SIGTERM if _blocks_sigint(pid) else signal.SIGINT
+                os.kill(pid, signal.SIGKILL if hard and not is_new else soft)
 
 
-def _find_started(pid: int, since_ticks: int, group: int, excluded: set[int]) -> list[int]:
-    """Return the descendants of a process that have started since then and are of its group, but for those of others.
+def _blocks_sigint(pid: int) -> bool:
+    """Whether a process blocks SIGINT, as one that an actor's thread has started does: it has the thread's mask."""
+    with contextlib.suppress(OSError):
+        blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return blocked is not None and bool(int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
+    return False
+
+
+def _find_started(children: Iterable[int], since_ticks: int, group: int, excluded: set[int]) -> list[int]:
+    """Return these and their descendants that have started since then and are of a group, but for those of others.
 
     Args:
         group: the process group.
         excluded: processes that are left out, with all below them.
     """
     found = []
-    for child in children_of(pid):
+    for child in children:
         with contextlib.suppress(ProcessLookupError):
             if child not in excluded and os.getpgid(child) == group and identify(child).started_ticks >= since_ticks:
-                found += [child, *_find_started(child, since_ticks, group, excluded)]
+                found += [child, *_find_started(children_of(child), since_ticks, group, excluded)]
     return found
 
 

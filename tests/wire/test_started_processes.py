@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
-from meshbook.rank import started_processes
-from meshbook.rank.started_processes import StartedProcesses
+from meshbook.wire import started_processes
 from meshbook.wire.processes import children_of
+from meshbook.wire.started_processes import StartedProcesses
 from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
@@ -55,7 +56,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 def test_what_the_call_has_started_gets_sigint_with_all_below_it(started: Started) -> None:
     started.begin("c")
     shell = started.start(["sh", "-c", "sleep 3000; echo after"])
-    when(lambda: children_of(shell.pid), "the shell's child")
+    # until then it is the shell once more, whose handler takes SIGINT
+    when(lambda: [psutil.Process(pid).name() for pid in children_of(shell.pid)] == ["sleep"], "the shell's child")
     started.interrupt("c", hard=False)
     assert shell.communicate(timeout=WAIT_S)[0] == b""  # nobody has the pipe any more, the sleep neither
 
@@ -82,6 +84,15 @@ def test_what_ignores_sigint_is_killed_by_a_second_stop(started: Started) -> Non
     assert process.poll() is None
     started.interrupt("c", hard=True)
     assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_what_blocks_sigint_gets_sigterm(started: Started) -> None:
+    started.begin("c")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = started.start(SLEEP)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    started.interrupt("c", hard=False)
+    assert process.wait(WAIT_S) == -signal.SIGTERM
 
 
 def test_what_has_a_process_group_of_its_own_goes_on(started: Started) -> None:
