@@ -6,6 +6,7 @@ over the mesh the sentinel's own hooks look, which name the module.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,7 +27,7 @@ from meshbook.rank.differences.rerun import LEAVES_EMPTY, BadOperation, describe
 from meshbook.rank.tensors import execution, watching
 from meshbook.rank.tensors.engine import GENERATED_CODE, CurrentOp
 from meshbook.rank.tensors.lowering_passes import BEGIN, CallNode, FloatRef, TensorRef
-from meshbook.rank.tensors.templates import CompiledTemplate
+from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.rank.tensors.watched_ops import (
     MAX_BYTES,
     MAX_OPS,
@@ -38,10 +40,11 @@ from meshbook.rank.tensors.watched_ops import (
     kind_of,
     known_finite,
     results_of,
-    unread,
 )
 from meshbook.rank.tensors.watching import Issued
 from meshbook.wire.messages import Frame
+
+_RECORDED = display_name("meshbook::replay")
 
 
 class RunningOps(Protocol):
@@ -63,22 +66,61 @@ class _RanOp:
     collectives: tuple[int, int]  # of this rank: the number of the last one before it, and in it
     before: set[str] | None  # kinds of bad numbers in its inputs before it ran; None: it has overwritten none
 
-    @property
-    def has_collectives(self) -> bool:
-        return self.collectives[0] != self.collectives[1]
 
-    def gives_only(self, known: set[int]) -> bool:
-        """Whether all its results are among these, by id."""
-        return all(id(tensor) in known for tensor in self.results)
+# An operation as it is held until it is looked at: its template, inputs, floats and result, `_RanOp.issued`, how many
+# collectives this rank had begun before it and after it, and `_RanOp.before`. There is one for each operation: what a
+# search needs beside is made there.
+Held = tuple[CompiledTemplate, list[Any], Sequence[float], Any, Issued, int, int, set[str] | None]
 
-    def flow(self) -> Flow:
-        kind, inputs = self.kind, self.inputs
-        results = [id(tensor) for tensor in self.results]
-        if self.is_view:
-            is_whole = bool(inputs) and is_whole_view(kind.name, inputs[0], self.results)
-            return Flow(kind, True, [id(inputs[0])] if is_whole else [], results)
-        carried = inputs if kind.takes_list else inputs[: kind.num_carried]
-        return Flow(kind, False, [id(tensor) for tensor in carried], results[: kind.num_results])
+
+def _ran(held: Held) -> _RanOp:
+    template, inputs, floats, _, issued, num_before, num_after, before = held
+    constants = [*floats, *template.constants]
+    results, collectives = _results_of(held), (num_before, num_after)
+    return _RanOp(template.kind, template.is_view, inputs, constants, results, issued, collectives, before)
+
+
+def _results_of(held: Held) -> list[torch.Tensor]:
+    """Return the tensors that an operation has given, and those that it has changed."""
+    template, inputs, _, result, *_ = held
+    results = [result] if template.returns_one else _tensors_among(pytree.tree_leaves(result))
+    return results + [inputs[position] for position in template.mutates] if template.mutates else results
+
+
+def flow_of(held: Held) -> Flow:
+    """Return what an operation does with the numbers of its tensors, by id."""
+    template, inputs, results = held[0], held[1], _results_of(held)
+    kind, keys = template.kind, [id(tensor) for tensor in results]
+    if template.is_view:
+        is_whole = bool(inputs) and is_whole_view(kind.name, inputs[0], results)
+        return Flow(kind, True, [id(inputs[0])] if is_whole else [], keys)
+    carried = inputs if kind.takes_list else inputs[: kind.num_carried]
+    return Flow(kind, False, [id(tensor) for tensor in carried], keys[: kind.num_results])
+
+
+def unread_of(window: Iterable[Held], given: frozenset[int] = frozenset()) -> list[torch.Tensor]:
+    """Return the results that are to be looked at: `watched_ops.unread` of their flows, at a third of the cost.
+
+    Args:
+        given: ids of what an optimizer's step reads: collectives that give nothing else are left out.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for held in window:
+        template, inputs, _, result, _, num_before, num_after, _ = held
+        kind = template.kind
+        results = (result,) if template.returns_one and not template.mutates else _results_of(held)
+        if num_before != num_after and given.issuperset(map(id, results)):
+            continue
+        if template.is_view:
+            if not inputs or id(inputs[0]) not in found or not is_whole_view(kind.name, inputs[0], results):
+                continue
+            del found[id(inputs[0])]
+        else:
+            for tensor in inputs if kind.takes_list else inputs[: kind.num_carried]:
+                found.pop(id(tensor), None)
+        for tensor in results[: kind.num_results]:
+            found[id(tensor)] = tensor
+    return list(found.values())
 
 
 class NaNReader:
@@ -97,15 +139,15 @@ class NaNReader:
             self.op, self.line = ran.kind.name, line_of(ran.issued)
         self._made.update(dict.fromkeys(ran.results))
 
-    def found_finite(self, ran: Iterable[_RanOp]) -> None:
+    def found_finite(self, held: Iterable[Held]) -> None:
         """Take note of operations whose results are finite, but for what collectives may give yet.
 
         A single number that is finite (a loss) ends the search for what made one NaN.
         """
-        for each in ran:
-            if each.has_collectives:
-                self._made.update(dict.fromkeys(each.results))
-            if self.op and any(tensor.numel() == 1 and tensor.is_floating_point() for tensor in each.results):
+        for each in held:
+            if each[5] != each[6]:
+                self._made.update(dict.fromkeys(_results_of(each)))
+            if self.op and any(tensor.numel() == 1 and tensor.is_floating_point() for tensor in _results_of(each)):
                 self.op = ""
 
 
@@ -137,11 +179,10 @@ class RemoteOps:
         """
         self._tensors, self._is_watched, self._found, self._reader = tensors, is_watched, found, reader
         self._count_collectives, self._guarded = count_collectives, guarded
-        self._ran: list[_RanOp] = []
+        self._held: list[Held] = []
         self._num_bytes = 0
         self._num_collectives = count_collectives()
-        self.look, self._note = guarded(self._look), guarded(self._note_op)
-        self._kinds_before = guarded(self._kinds_before_op)
+        self.look, self._kinds_before, self._fail = guarded(self._look), guarded(self._kinds_before_op), guarded(_raise)
 
     def __enter__(self) -> None:
         watching.current_ops = self
@@ -159,44 +200,42 @@ class RemoteOps:
     def run(self, template: CompiledTemplate, inputs: list[Any], floats: Sequence[float], issued: Issued) -> Any:
         before = self._kinds_before(template, inputs) if template.mutates else None
         result = template.run(inputs, floats)
-        self._note(template, inputs, floats, result, issued, before)
+        try:
+            self._note(template, inputs, floats, result, issued, before)
+        except Exception as error:
+            self._fail(error)
         return result
 
     def _kinds_before_op(self, template: CompiledTemplate, inputs: Sequence[Any]) -> set[str] | None:
         if not self._is_watched() or template.name == BEGIN:  # which has the sentinel look itself
             return None
-        ran = self._ran
+        held = self._held
         is_finite = self._look()
-        kind = kind_of(template.name)
+        kind = template.kind
         if not self._is_watched() or not kind.is_watched or kind.name.startswith("_foreach_"):
             return None
-        known = known_finite([each.flow() for each in ran]) if is_finite else set()
+        known = known_finite(list(map(flow_of, held))) if is_finite else set()
         with _disable_current_modes():
             return numbers.kinds(tensor for tensor in numbers.tensors_in(inputs) if id(tensor) not in known)
 
-    def _note_op(
+    def _note(
         self,
         template: CompiledTemplate,
-        inputs: Sequence[Any],
+        inputs: list[Any],
         floats: Sequence[float],
         result: Any,
         issued: Issued,
         before: set[str] | None,
     ) -> None:
-        kind, mutates = kind_of(template.name), template.mutates
-        num_before, self._num_collectives = self._num_collectives, self._count_collectives()
-        if not kind.is_watched or not self._is_watched() or (mutates and before is None):
+        num_before = self._num_collectives
+        num_now = self._num_collectives = self._count_collectives()
+        if not template.kind.is_watched or not self._is_watched() or (template.mutates and before is None):
             return
-        results = [result] if isinstance(result, torch.Tensor) else _tensors_among(pytree.tree_leaves(result))
-        if mutates:
-            results += [inputs[position] for position in mutates]
-        elif not template.is_view:
-            for tensor in results:
-                self._num_bytes += tensor.nbytes
-        constants = [*floats, *template.constants]
-        collectives = num_before, self._num_collectives
-        self._ran.append(_RanOp(kind, template.is_view, inputs, constants, results, issued, collectives, before))
-        if len(self._ran) >= MAX_OPS or self._num_bytes >= MAX_BYTES:
+        held = (template, inputs, floats, result, issued, num_before, num_now, before)
+        self._held.append(held)
+        if not template.is_view and not template.mutates:
+            self._num_bytes += _nbytes(result) if template.returns_one else sum(map(_nbytes, _results_of(held)))
+        if len(self._held) >= MAX_OPS or self._num_bytes >= MAX_BYTES:
             self._look()
 
     def _look(self, step_inputs: Sequence[torch.Tensor] = ()) -> bool:
@@ -205,18 +244,14 @@ class RemoteOps:
         Args:
             step_inputs: of the optimizer's step that begins; see `watched_ops.windows_of`.
         """
-        ran, self._ran, self._num_bytes = self._ran, [], 0
-        if not ran:
+        held, self._held, self._num_bytes = self._held, [], 0
+        if not held:
             return True
-        tensors = {id(tensor): tensor for each in ran for tensor in each.results}
-        given = set(map(id, step_inputs))
-        flows = [each.flow() for each in ran if not (each.has_collectives and each.gives_only(given))]
-        looked_at = [tensors[key] for key in unread(flows)]  # type: ignore[index]
         with _disable_current_modes():  # a step that is traced while it runs has no part in this
-            if numbers.are_finite(looked_at):
-                self._reader.found_finite(ran)
+            if numbers.are_finite(unread_of(held, frozenset(map(id, step_inputs)))):
+                self._reader.found_finite(held)
                 return True
-            self.search(ran)
+            self.search(map(_ran, held))
         return False
 
     def search(self, ran: Iterable[_RanOp]) -> bool:
@@ -344,12 +379,22 @@ def _has_changed(total: torch.Tensor, again: torch.Tensor) -> bool:
     return not numbers.is_finite(total) and repr(total.item()) != repr(again.item())
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor._local_tensor.nbytes if tensor.__class__ is DTensor else tensor.nbytes
+
+
 def _tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _recorded_line() -> Frame | None:
-    """Return the notebook's line that issued the operation of a recorded step that runs."""
+def _recorded_line(current: CurrentOp) -> Frame | None:
+    """Return the notebook's line that issued the operation of a recorded step, if that is what runs."""
+    if current.operation != _RECORDED:
+        return None
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not execution.execute.__code__:
         if (issued := GENERATED_CODE.get(frame.f_code.co_filename)) is not None:
@@ -397,13 +442,17 @@ class PlaceNames:
             is_ours = place is None or not is_cell_file(place[0]) or self._cell_title(place[0])
             return numbers.name_place(place, self._cell_title) if is_ours else ""
         if is_cell_file(place[0]) and place[0] not in current.cells:  # of a cell that is not this rank's
-            return _name_line(current, _recorded_line())
+            return _name_line(current, _recorded_line(current))
         return numbers.name_place(place, current.cells.get)
 
     def name_remote(self) -> str:
         """Return the notebook's line that issued the operation that runs; empty: it is not known."""
+        return self.note_remote()()
+
+    def note_remote(self) -> Callable[[], str]:
+        """Return what names that line, also when other operations run."""
         current = None if self.remote_op is None else self.remote_op()
-        return "" if current is None else _name_line(current, _recorded_line())
+        return str if current is None else functools.partial(_name_line, current, _recorded_line(current))
 
     def step(self) -> int | None:
         """Return the step by the user's variable, or that of `meshbook.log`; None: neither is known."""

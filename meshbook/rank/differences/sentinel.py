@@ -76,7 +76,7 @@ class Sentinel:
         self._rank, self._names, self._ring = rank, ModuleNames(namespace), ring
         self._observers, self._notify, self._places = observers, notify, PlaceNames(cell_title)
         self._main_thread = threading.get_ident()
-        self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.name_remote)
+        self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.note_remote)
         self._norms: WeakKeyDictionary[Any, GradientNorms] = WeakKeyDictionary()  # by optimizer: another model's differ
         self._hooks = hooks
         self._findings: list[NumberFinding] = []

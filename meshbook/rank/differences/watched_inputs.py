@@ -32,14 +32,16 @@ class CollectiveInputs:
         watches_results: whether what collectives give is summed too.
     """
 
-    def __init__(self, rank: int, given_bad: GivenBad, line: Callable[[], str]) -> None:
+    def __init__(self, rank: int, given_bad: GivenBad, note_line: Callable[[], Callable[[], str]]) -> None:
         """
         Args:
-            line: returns the notebook's line that issued the operation on remote tensors that runs; empty: none runs.
+            note_line: returns what names the notebook's line that issued the operation on remote tensors that runs
+                now; it gives an empty text if none runs.
         """
         self._rank, self.num_received = rank, 0
-        self._given_bad, self._line = given_bad, line
-        self._finite: dict[int, str] = {}  # reductions to which this rank gave finite numbers, with the notebook's line
+        self._given_bad, self._note_line = given_bad, note_line
+        # Reductions to which this rank gave finite numbers, with what names the notebook's line.
+        self._finite: dict[int, Callable[[], str]] = {}
         self._suspects: list[tuple[Collective, str, str]] = []  # whose results are not; with line and dtype
         self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
         self.watches_results = False
@@ -62,23 +64,25 @@ class CollectiveInputs:
             if _are_bad(parts, totals):
                 self._given_bad.note(collective)
             else:
-                self._finite[collective.seq] = self._line()
+                self._finite[collective.seq] = self._note_line()
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         # A receive may be begun long before its numbers come.
         self.num_received += self._only_receives(collective, arguments)
-        if (line := self._finite.pop(collective.seq, None)) is not None:
-            self._look_at_reduction(collective, arguments, line)
+        if (name_line := self._finite.pop(collective.seq, None)) is not None:
+            self._look_at_reduction(collective, arguments, name_line)
         if self.watches_results and len(self._results) < _MAX_INPUTS:
             parts = map(numbers.part_here, numbers.tensors_in(arguments[:1]))
             self._results[collective.seq] = [numbers.total(part) for part in parts if part is not None]
 
-    def _look_at_reduction(self, collective: Collective, arguments: tuple[Any, ...], line: str) -> None:
+    def _look_at_reduction(
+        self, collective: Collective, arguments: tuple[Any, ...], name_line: Callable[[], str]
+    ) -> None:
         if collective.op == "reduce" and not self._is_source(collective, arguments):
             return
         parts = [part for got in numbers.tensors_in(arguments[:1]) if (part := numbers.part_here(got)) is not None]
         if _are_bad(parts, list(map(numbers.total, parts))):
-            self._suspects.append((collective, line, str(parts[0].dtype).removeprefix("torch.")))
+            self._suspects.append((collective, name_line(), str(parts[0].dtype).removeprefix("torch.")))
 
     def first_overflow(self) -> Overflow | None:
         """Return the first sum over ranks since the last time that is too large, of numbers that were all finite."""

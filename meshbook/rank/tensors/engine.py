@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +43,8 @@ GENERATED_CODE: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 # Errors of a rank without a fault of its own, released from a collective because another rank failed.
 _SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused", "OutOfStep", "RankLost")
 
-_issued_decoder = msgspec.msgpack.Decoder(BatchCallSites)
+# The running batch is asked about again and again while it is watched.
+_decode_call_sites = functools.lru_cache(maxsize=1)(msgspec.msgpack.Decoder(BatchCallSites).decode)
 _ops_decoder: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
 
 
@@ -215,7 +217,7 @@ class RankTensors:
             operation = display_name(template.name)
         if not command.call_sites:
             return CurrentOp(operation, None, {}, GENERATED_CODE)
-        issued = _issued_decoder.decode(command.call_sites)
+        issued = _decode_call_sites(command.call_sites)
         index = issued.line_indices[min(number - command.first_op, len(issued.line_indices) - 1)]
         return CurrentOp(operation, issued.lines[index], issued.cell_labels, GENERATED_CODE)
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from meshbook.errors import PlacementError
 from meshbook.rank.tensors import dtensor_patches
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage, find_function
+from meshbook.rank.tensors.watched_ops import kind_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,7 @@ class CompiledTemplate:
         "constants",
         "default_dtype",
         "is_view",
+        "kind",
         "mutates",
         "name",
         "num_floats",
@@ -41,7 +43,7 @@ class CompiledTemplate:
     )  # fmt: skip
 
     def __init__(self, message: TemplateMessage, mesh: DeviceMesh | None, device: torch.device) -> None:
-        self.name = message.function
+        self.name, self.kind = message.function, kind_of(message.function)
         self.default_dtype = None if message.default_dtype is None else getattr(torch, message.default_dtype)
         function = _find_or_defer(message.function)
         if self.default_dtype is not None:
