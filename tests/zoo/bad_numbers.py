@@ -184,6 +184,31 @@ PLANTED = (
         "gradient of sqrt at 0 in FSDP2", "fsdp", "lambda self, h: torch.sqrt(h * 0)", "model.blocks.1", "(backward)"
     ),
     _forward(
+        "a gradient in FSDP2 of which another rank has the bad part",
+        "fsdp",
+        "lambda self, h: h + torch.sqrt(self.norm.bias[:1] * 0)",  # rank 0 has the bias's first half
+        "model.blocks.1.norm.bias (gradient)",
+        "reached ranks 0-1 by reduce_scatter_tensor",
+    ),
+    Planted(
+        "a gradient that is summed by hand, part by part, of which another rank has the bad part",
+        """
+model, _ = make("none")
+size = sum(parameter.numel() for parameter in model.parameters())
+part = torch.nn.Parameter(torch.zeros(size // 2 + size % 2))
+opt = torch.optim.SGD([part], lr=1e-3)
+for step in range(5):
+    if step == 2 and rank == 1:
+        blocks_of(model)[0].fault = lambda self, h: h + torch.sqrt(self.norm.bias[:1] * 0)
+    mean_square(model, batch(step)).backward()
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()] + [torch.zeros(size % 2)])
+    part.grad = torch.empty_like(part)
+    dist.reduce_scatter(part.grad, list(flat.chunk(2)))
+    opt.step()
+    model.zero_grad()""",
+        ("step 2, rank 1, model.blocks.0 sqrt (backward), cell", "reached ranks 0-1 by reduce_scatter #"),
+    ),
+    _forward(
         "a weight's part that is infinite under tensor parallelism",
         "tp",
         "lambda self, h: (self.down.weight.to_local().data.fill_(torch.inf), h)[1]",

@@ -178,6 +178,28 @@ def test_a_gradient_that_no_operation_explains_is_named_by_its_parameter(mesh: M
     assert "Weighted.weight (gradient), " in found.text
 
 
+class OfABias(nn.Module):
+    """Has a bad gradient of the first element of a bias, on one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        root = self.first.bias[:1] * (0 if torch.distributed.get_rank() == 1 else 1) + 0
+        return self.last(x + 0 * root.abs().sqrt())
+
+
+def test_a_gradient_of_which_another_rank_has_the_bad_part_is_named_by_the_rank_that_gave_it(mesh: Mesh) -> None:
+    model = distribute(OfABias(), mesh, strategy="fsdp")
+    mesh.nan(True)
+    model(batch(mesh, "fsdp")).mean().backward()
+    ranks, found = found_by(mesh)
+    assert (ranks, found.phase, found.module) == ((1,), "gradient", "OfABias.first.bias")
+    assert "reached ranks 0-1 by reduce_scatter" in found.text
+
+
 def test_a_gradient_that_the_notebooks_loss_makes_infinite_is_named_with_the_notebooks_line(mesh: Mesh) -> None:
     model = distribute(Net(healthy), mesh, strategy="ddp")
     mesh.nan(True)

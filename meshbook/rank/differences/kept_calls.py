@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,21 +122,51 @@ class KeptCalls:
         """Return where the bad gradients of these parameters began; None: on another rank."""
         carried = self._inputs.first_bad()
         for call in self._calls:
-            leaves: LeafWatch | None = call.leaves
-            if leaves is not None and leaves.is_from_elsewhere:
+            if call.leaves is not None and call.leaves.is_from_elsewhere:
                 return None
-            operation = self._run_again(call, backward=True) if leaves is None else leaves.found
-            if operation is None and numbers.kinds(call.gradients.values()):
-                operation = BadOperation("", "", "loss", None, "", None)
-            if operation is not None:
-                of = call if operation.phase != "loss" else None
-                return with_carrier(self.describe(of, operation, call.place), carried)
+            if (found := self._explain_backward(call)) is not None:
+                return with_carrier(found, carried)
         if self.are_from_elsewhere:
             return None
-        bad = [parameter for parameter in parameters if parameter.grad is not None and numbers.kinds([parameter.grad])]
+        return with_carrier(self._describe_gradient(parameters, self._inputs.place_of_first_bad()), carried)
+
+    @property
+    def have_given_away(self) -> bool:
+        """Whether this rank gave bad gradients to others by a reduction, and has no part of the result itself."""
+        given = self._inputs.first_given_away()
+        return given is not None and (given.is_of_backward or any(map(has_bad_gradient, self._parameters())))
+
+    def explain_given_away(self) -> NumberFinding:
+        """Return where the gradients of `have_given_away` began."""
+        given = self._inputs.first_given_away()
+        assert given is not None
+        at = given.collective
+        for call in self._calls:
+            if (found := self._explain_backward(call)) is not None:
+                return with_carrier(found, at)
+        place = None if at.line is None else (at.line.file, at.line.line, at.line.function)
+        return with_carrier(self._describe_gradient(self._parameters(), place, given.parameter), at)
+
+    def _parameters(self) -> Iterator[Any]:
+        for call in self._calls:
+            yield from call.module.parameters()
+
+    def _explain_backward(self, call: ModuleCall) -> NumberFinding | None:
+        """Return the operation of a call that makes gradients bad; None: none of those that are known."""
+        leaves: LeafWatch | None = call.leaves
+        operation = self._run_again(call, backward=True) if leaves is None else leaves.found
+        if operation is None and numbers.kinds(call.gradients.values()):
+            operation = BadOperation("", "", "loss", None, "", None)
+        if operation is None:
+            return None
+        return self.describe(call if operation.phase != "loss" else None, operation, call.place)
+
+    def _describe_gradient(
+        self, parameters: Iterable[Any], place: Place | None, bad_parameter: Any = None
+    ) -> NumberFinding:
+        bad = [each for each in parameters if each is bad_parameter or has_bad_gradient(each)]
         name = self._names.name_parameter(bad[-1], [call.module for call in self._calls]) if bad else ""
-        place = self._inputs.place_of_first_bad()
-        return with_carrier(self.describe(None, BadOperation(name, "", "gradient", None, "", None), place), carried)
+        return self.describe(None, BadOperation(name, "", "gradient", None, "", None), place)
 
     def explain_explosion(self, parameter: Any, norm: float, usual: float, rank: int) -> NumberFinding | None:
         """Describe a gradient that is far above its usual norm; None: it was this only on another rank."""
@@ -167,3 +197,8 @@ class KeptCalls:
             yield self.stack
         finally:
             self.stack = None
+
+
+def has_bad_gradient(parameter: Any) -> bool:
+    """Whether a parameter's gradient is not finite."""
+    return parameter.grad is not None and bool(numbers.kinds([parameter.grad]))

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from meshbook.rank.differences import numbers
-from meshbook.rank.differences.kept_calls import KeptCalls
+from meshbook.rank.differences.kept_calls import KeptCalls, has_bad_gradient
 from meshbook.rank.differences.remote_ops import PlaceNames
 from meshbook.rank.differences.rerun import BadOperation
 from meshbook.wire.messages import NumberFinding
@@ -92,9 +92,11 @@ class RemoteTraining:
         if not numbers.are_finite(given) and numbers.kinds(given):
             found = self._calls.explain_gradients(list(parameters.values()))
             if found is not None and found.phase != "gradient":  # which names the parameter itself
-                first = next((name for name in reversed(list(parameters)) if _has_bad_gradient(parameters[name])), "")
+                first = next((name for name in reversed(list(parameters)) if has_bad_gradient(parameters[name])), "")
                 found = msgspec.structs.replace(found, parameter=first)
             self._of_backward.append(found)
+        elif self._calls.have_given_away:
+            self._of_backward.append(self._calls.explain_given_away())
         self._calls.keep(lambda call: not call.has_gradients())
 
     def _gradients_given(self) -> None:
@@ -133,7 +135,3 @@ class RemoteTraining:
         self._is_scaling = is_on
         if not is_on:
             self._held.clear()
-
-
-def _has_bad_gradient(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and bool(numbers.kinds([parameter.grad]))

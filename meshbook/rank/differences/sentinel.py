@@ -76,7 +76,7 @@ class Sentinel:
         self._rank, self._names, self._ring = rank, ModuleNames(namespace), ring
         self._observers, self._notify, self._places = observers, notify, PlaceNames(cell_title)
         self._main_thread = threading.get_ident()
-        self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.note_remote)
+        self._inputs = CollectiveInputs(rank, GivenBad(store), self._places.note_remote, hooks.guarded)
         self._norms: WeakKeyDictionary[Any, GradientNorms] = WeakKeyDictionary()  # by optimizer: another model's differ
         self._hooks = hooks
         self._findings: list[NumberFinding] = []
@@ -253,7 +253,7 @@ class Sentinel:
             return
         self._num_updates += 1
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._num_updates == 1 and compiled.is_any() and not self._calls.have(parameters):
+        if self._num_updates == 1 and compiled.is_any() and not self._have_seen_model_of(parameters):
             self._notify(compiled.BLIND_SPOT)
         self._check_outputs()
         norms = self._norms.setdefault(optimizer, GradientNorms())
@@ -262,14 +262,23 @@ class Sentinel:
             self._is_scaling = False  # or no scaler skips this step
         if not is_finite and self.is_looking:
             self.take(self._calls.explain_gradients(parameters))
+        has_given_away = is_finite and self._calls.have_given_away
+        if has_given_away and self.is_looking:
+            self.take(self._calls.explain_given_away())
         exploding = norms.exploding if is_finite else None
         if exploding is not None and (explosion := self._calls.explain_explosion(*exploding, self._rank)) is not None:
             self._add(explosion)
-        was_bad = self._pending is not None or not is_finite
+        was_bad = self._pending is not None or not is_finite or has_given_away
         self._report_pending()
         if not was_bad:
             self._is_quiet = False
         self._forget_step()
+
+    def _have_seen_model_of(self, parameters: Sequence[Any]) -> bool:
+        """Whether the module was called that has these parameters, or whose gradients a user's own shards have."""
+        is_of_module = any(self._names.name_parameter(parameter, ()) for parameter in parameters)
+        has_gradients = any(call.has_gradients() for call in self._calls)
+        return self._calls.have(parameters) or (has_gradients and not is_of_module)
 
     def _found(self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None) -> None:
         if operation is not None and self.is_looking:

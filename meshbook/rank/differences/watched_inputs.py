@@ -5,11 +5,14 @@ Of reductions of a CPU's tensors both are read at once, for sums that no rank ga
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from meshbook.rank.differences import numbers
 from meshbook.rank.differences.numbers import Place
@@ -21,7 +24,18 @@ _MAX_INPUTS = 1024
 _INPUT_IS_SECOND = ("all_gather", "all_to_all", "reduce_scatter", "gather")
 _WITHOUT_INPUT = ("scatter", "barrier")
 _REDUCTIONS = ("all_reduce", "reduce")
+_FOR_OTHERS = ("reduce",)  # reductions of which a rank gets a part of the result, or nothing: reduce_scatter, reduce
+_FSDP_REDUCES = inspect.unwrap(_fsdp_collectives.foreach_reduce).__code__
 _UNKNOWN = torch.tensor(torch.nan)
+
+
+class GivenAway(NamedTuple):
+    """Numbers that are not finite, given to a reduction whose result other ranks have, and not this one."""
+
+    collective: Collective
+    is_of_backward: bool  # which has begun it
+    totals: Sequence[torch.Tensor]  # on a GPU, where they show whether the numbers are finite
+    parameter: Any = None  # of FSDP2: the first one with a bad gradient, where that is known
 
 
 class CollectiveInputs:
@@ -32,17 +46,26 @@ class CollectiveInputs:
         watches_results: whether what collectives give is summed too.
     """
 
-    def __init__(self, rank: int, given_bad: GivenBad, note_line: Callable[[], Callable[[], str]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        given_bad: GivenBad,
+        note_line: Callable[[], Callable[[], str]],
+        guarded: Callable[[Callable[..., None]], Callable[..., None]],
+    ) -> None:
         """
         Args:
             note_line: returns what names the notebook's line that issued the operation on remote tensors that runs
                 now; it gives an empty text if none runs.
+            guarded: returns a function that does not raise.
         """
+        self.begun, self.finished = guarded(self._begun), guarded(self._finished)
         self._rank, self.num_received = rank, 0
         self._given_bad, self._note_line = given_bad, note_line
         # Reductions to which this rank gave finite numbers, with what names the notebook's line.
-        self._finite: dict[int, Callable[[], str]] = {}
+        self._given_finite: dict[int, Callable[[], str]] = {}
         self._suspects: list[tuple[Collective, str, str]] = []  # whose results are not; with line and dtype
+        self._given_away: list[GivenAway] = []
         self._totals: deque[tuple[Collective, torch.Tensor]] = deque(maxlen=_MAX_INPUTS)
         self.watches_results = False
         self._results: dict[int, list[torch.Tensor]] = {}  # sums of results, by the collective's number
@@ -51,7 +74,7 @@ class CollectiveInputs:
     def has_any(self) -> bool:
         return bool(self._totals)
 
-    def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+    def _begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         op = collective.op
         if op in _WITHOUT_INPUT or self._only_receives(collective, arguments):
             return
@@ -63,13 +86,17 @@ class CollectiveInputs:
         if parts and op.startswith(_REDUCTIONS) and parts[0].device.type == "cpu":
             if _are_bad(parts, totals):
                 self._given_bad.note(collective)
+                if op.startswith(_FOR_OTHERS):
+                    self._given_away.append(GivenAway(collective, _is_in_backward(), (), fsdp_parameter_of(parts[0])))
             else:
-                self._finite[collective.seq] = self._note_line()
+                self._given_finite[collective.seq] = self._note_line()
+        elif op.startswith(_FOR_OTHERS):
+            self._given_away.append(GivenAway(collective, _is_in_backward(), totals))
 
-    def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+    def _finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         # A receive may be begun long before its numbers come.
         self.num_received += self._only_receives(collective, arguments)
-        if (name_line := self._finite.pop(collective.seq, None)) is not None:
+        if (name_line := self._given_finite.pop(collective.seq, None)) is not None:
             self._look_at_reduction(collective, arguments, name_line)
         if self.watches_results and len(self._results) < _MAX_INPUTS:
             parts = map(numbers.part_here, numbers.tensors_in(arguments[:1]))
@@ -93,7 +120,7 @@ class CollectiveInputs:
         return None
 
     def failed(self, collective: Collective, error: BaseException) -> None:
-        self._finite.pop(collective.seq, None)
+        self._given_finite.pop(collective.seq, None)
 
     def first_bad(self, until: int | None = None) -> Collective | None:
         """Return the first collective that this rank gave numbers to that are not finite. Waits for a GPU.
@@ -103,6 +130,17 @@ class CollectiveInputs:
         """
         considered = (pair for pair in self._totals if until is None or pair[0].seq <= until)
         return next((collective for collective, total in considered if not numbers.is_finite(total)), None)
+
+    def first_given_away(self) -> GivenAway | None:
+        """Return the first reduction whose result other ranks have, and to which this one gave bad numbers.
+
+        Waits for a GPU, once.
+        """
+        totals = [total for given in self._given_away for total in given.totals]
+        if totals and numbers.are_totals_finite(totals):
+            return None
+        bad = (given for given in self._given_away if not (given.totals and all(map(numbers.is_finite, given.totals))))
+        return next(bad, None)
 
     def ops_since(self, seq: int) -> list[str]:
         """Return the collectives that were begun with numbers of this rank's after its collective `seq`."""
@@ -124,6 +162,7 @@ class CollectiveInputs:
         self._totals.clear()
         self._results.clear()
         self._suspects.clear()
+        self._given_away.clear()
 
     def _only_receives(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
         is_from_one = collective.op in ("broadcast", "scatter")
@@ -133,6 +172,30 @@ class CollectiveInputs:
         root = getattr(arguments[-1], "rootRank", None)
         ranks = collective.group_ranks
         return isinstance(root, int) and root < len(ranks) and ranks[root] == self._rank
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def fsdp_parameter_of(given: torch.Tensor) -> Any:
+    """Return the first parameter with a bad gradient among those that FSDP2 is about to reduce; None: it is not FSDP2.
+
+    Args:
+        given: the gradients of some parameters as FSDP2 has packed them: for each rank its parts of all of them.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FSDP_REDUCES:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    has_bad = ~torch.isfinite(given.view(frame.f_locals["world_size"], -1)).all(0)
+    at = int(has_bad.int().argmax())
+    for parameter, size in zip(frame.f_locals["fsdp_params"], frame.f_locals["padded_unsharded_sizes"], strict=True):
+        at -= size.numel() // frame.f_locals["world_size"]
+        if at < 0:
+            return parameter.sharded_param
+    return None
 
 
 def _are_bad(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> bool:
