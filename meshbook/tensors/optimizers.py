@@ -114,9 +114,9 @@ def _emit_end_step(engine: TensorEngine, serial: int) -> None:
     engine.emit([template.number, float(serial)], capture_call_site(3))
 
 
-def _emit_scaling(engine: TensorEngine, *, is_on: bool) -> None:
+def _emit_scaling(engine: TensorEngine, scale: float = -1.0) -> None:
     template = engine.templates.find_or_plan("set_scaling", engine.planner.plan_rank_function, "set_scaling", (FLOAT,))
-    engine.emit([template.number, float(is_on)], capture_call_site(3))
+    engine.emit([template.number, scale], capture_call_site(3))
 
 
 def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
             engine.queue.begin_step(optimizer_step)
             try:
                 if getattr(self, "found_inf", None) is not None:  # of a scaler: a fused step skips by itself
-                    _emit_scaling(engine, is_on=False)
+                    _emit_scaling(engine)
                 _emit_begin_step(engine, ids, num_gradients, optimizer_step.serial)
                 result = step(self, **kwargs)
                 _emit_end_step(engine, optimizer_step.serial)
@@ -232,7 +232,7 @@ def _patched_scale(self: Any, outputs: Any) -> Any:
     for loss in losses if self.is_enabled() else ():
         if isinstance(loss, RemoteTensor):
             _scaled_on.setdefault(self, weakref.WeakSet()).add(loss.engine)
-            _emit_scaling(loss.engine, is_on=True)
+            _emit_scaling(loss.engine, self.get_scale())
     return _original_scale(self, outputs)
 
 
@@ -240,7 +240,7 @@ def _patched_scale(self: Any, outputs: Any) -> Any:
 def _patched_update(self: Any, *args: Any, **kwargs: Any) -> None:
     _original_update(self, *args, **kwargs)
     for engine in _scaled_on.pop(self, ()):
-        _emit_scaling(engine, is_on=False)
+        _emit_scaling(engine)
 
 
 torch.amp.GradScaler.scale = _patched_scale  # type: ignore[method-assign]

@@ -299,3 +299,22 @@ def test_healthy_training_on_remote_tensors_gives_no_alarm(mesh: Mesh, made: str
     model(given[0]).sum().item()
     report = heard(mesh)
     assert report, report.text
+
+
+@pytest.mark.parametrize("made", ["ddp", "fsdp", "op by op"])
+def test_a_scaler_of_the_notebook_that_skips_every_step_for_ever_is_told_once(mesh: Mesh, made: str) -> None:
+    torch.manual_seed(0)
+    net = Net(sqrt_at_0)
+    model: Any = module_to_mesh(net, mesh) if made == "op by op" else distribute(net, mesh, strategy=made)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    mesh.nan(True)
+    rows = batch(mesh, "ddp")
+    for _ in range(45):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    ranks, found = found_by(mesh)
+    assert (ranks, found.num_skipped) == ((0, 1), 40)
+    assert "a GradScaler has skipped 40 steps one after the other" in found.text

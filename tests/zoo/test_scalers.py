@@ -128,3 +128,54 @@ def test_scalers_are_as_before_once_the_sentinel_is_off(mesh: Mesh) -> None:
     mesh.nan(True)
     mesh.nan(False)
     assert mesh.run(methods, echo=False).values.same() == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_skips_every_step_for_ever_is_told_once_with_the_operation(
+    mesh: Mesh, kind: str, fused: bool
+) -> None:
+    mesh.nan(True)
+    cell = """
+def skipping(kind, fused, steps=90):
+    model, opt = make(kind)
+    if fused:
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(steps):
+        if step == 2 and rank == 1:
+            plant(lambda self, h: h + torch.sqrt(h * 0))(model)
+        opt.zero_grad()
+        scaler.scale(mean_square(model, batch(step))).backward()
+        if kind == "plain":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        scaler.step(opt)
+        scaler.update()
+"""
+    shown = mesh.run(f"{cell}skipping({kind!r}, {fused})", echo=False).output
+    ((rank, found),) = heard(mesh).findings
+    assert (rank, found.phase, found.num_skipped) == (1, "backward", 40)
+    assert "model.blocks.1" in found.module
+    if kind != "fsdp":
+        assert found.op == "sqrt"
+    assert "a GradScaler has skipped 40 steps one after the other, the last with a scale of 1.2e-07" in shown
+
+
+def test_an_optimizer_whose_steps_are_always_skipped_is_told_though_another_one_steps(mesh: Mesh) -> None:
+    mesh.nan(True)
+    mesh.run(
+        """
+first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+opts = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (first, second)]
+scaler = torch.amp.GradScaler("cpu")
+for step in range(90):
+    for opt in opts: opt.zero_grad()
+    loss = first(torch.ones(1, 2)).square().sum() + (second(torch.ones(1, 2)) * 0).sqrt().sum()
+    scaler.scale(loss).backward()
+    for opt in opts: scaler.step(opt)
+    scaler.update()
+        """,
+        echo=False,
+    )
+    assert {(rank, found.num_skipped) for rank, found in heard(mesh).findings} == {(0, 40), (1, 40)}

@@ -30,8 +30,8 @@ class Watcher(Protocol):
     def before_scaling(self, losses: Any) -> None:
         """A GradScaler scales losses, and may skip the step of their gradients."""
 
-    def scaling_ended(self) -> None:
-        """A GradScaler has been updated, after the steps, or after skipping them."""
+    def scaling_ends(self, scaler: Any) -> None:
+        """A GradScaler is about to be updated, after the steps, or after skipping them."""
 
 
 class TrainingHooks:
@@ -85,10 +85,10 @@ class TrainingHooks:
                 self.is_in_backward = False
 
         torch.autograd.backward = backward
-        self._install_on_scalers(self.guarded(watcher.before_scaling), self.guarded(watcher.scaling_ended))
+        self._install_on_scalers(self.guarded(watcher.before_scaling), self.guarded(watcher.scaling_ends))
         warnings.filterwarnings("ignore", compiled.HOOKS_WARNING)
 
-    def _install_on_scalers(self, before_scaling: Callable[..., None], scaling_ended: Callable[..., None]) -> None:
+    def _install_on_scalers(self, before_scaling: Callable[..., None], scaling_ends: Callable[..., None]) -> None:
         original_scale, original_update = self._of_scalers = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
 
         @functools.wraps(original_scale)
@@ -99,9 +99,9 @@ class TrainingHooks:
 
         @functools.wraps(original_update)
         def update(self: Any, *args: Any, **kwargs: Any) -> None:
-            original_update(self, *args, **kwargs)
             if self.is_enabled():
-                scaling_ended()
+                scaling_ends(self)
+            original_update(self, *args, **kwargs)
 
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
         torch.amp.GradScaler.update = update  # type: ignore[method-assign]

@@ -53,10 +53,16 @@ class KeptCalls:
         self._calls.clear()
         self._calls.extend(kept)
 
-    def have(self, parameters: Sequence[Any]) -> bool:
-        """Whether a module that was called has one of these parameters."""
-        updated = set(map(id, parameters))
-        return any(id(parameter) in updated for call in self._calls for parameter in call.module.parameters())
+    def parameters(self) -> list[Any]:
+        """Return those of the modules that were called."""
+        return [parameter for call in self._calls for parameter in call.module.parameters()]
+
+    def have_seen_model_of(self, parameters: Sequence[Any]) -> bool:
+        """Whether a module was called that has one of these parameters, or whose gradients a user's own shards have."""
+        if not {*map(id, parameters)}.isdisjoint(map(id, self.parameters())):
+            return True
+        is_of_module = any(self._names.name_parameter(parameter, ()) for parameter in parameters)
+        return not is_of_module and any(call.has_gradients() for call in self._calls)
 
     @property
     def are_from_elsewhere(self) -> bool:
@@ -130,11 +136,20 @@ class KeptCalls:
             return None
         return with_carrier(self._describe_gradient(parameters, self._inputs.place_of_first_bad()), carried)
 
+    def explain_skipped(self) -> NumberFinding | None:
+        """Return where the gradients began for which a scaler has skipped a step; None: on another rank."""
+        if self.have_given_away:
+            return self.explain_given_away()
+        parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        if parameters and not any(map(has_bad_gradient, parameters)):  # else they may be gone already
+            return None
+        return self.explain_gradients(parameters)
+
     @property
     def have_given_away(self) -> bool:
         """Whether this rank gave bad gradients to others by a reduction, and has no part of the result itself."""
         given = self._inputs.first_given_away()
-        return given is not None and (given.is_of_backward or any(map(has_bad_gradient, self._parameters())))
+        return given is not None and (given.is_of_backward or any(map(has_bad_gradient, self.parameters())))
 
     def explain_given_away(self) -> NumberFinding:
         """Return where the gradients of `have_given_away` began."""
@@ -145,11 +160,7 @@ class KeptCalls:
             if (found := self._explain_backward(call)) is not None:
                 return with_carrier(found, at)
         place = None if at.line is None else (at.line.file, at.line.line, at.line.function)
-        return with_carrier(self._describe_gradient(self._parameters(), place, given.parameter), at)
-
-    def _parameters(self) -> Iterator[Any]:
-        for call in self._calls:
-            yield from call.module.parameters()
+        return with_carrier(self._describe_gradient(self.parameters(), place, given.parameter), at)
 
     def _explain_backward(self, call: ModuleCall) -> NumberFinding | None:
         """Return the operation of a call that makes gradients bad; None: none of those that are known."""

@@ -16,6 +16,8 @@ from meshbook.rank.differences import numbers
 from meshbook.rank.differences.kept_calls import KeptCalls, has_bad_gradient
 from meshbook.rank.differences.remote_ops import PlaceNames
 from meshbook.rank.differences.rerun import BadOperation
+from meshbook.rank.differences.skipped_steps import SkippedSteps
+from meshbook.rank.differences.wording import with_skipped
 from meshbook.wire.messages import NumberFinding
 
 
@@ -58,7 +60,8 @@ class RemoteTraining:
         self._of_backward: list[NumberFinding | None] = []  # found, and its operation has not come yet
         self._held: list[NumberFinding | None] = []  # until a step is taken with it
         self._in_step: tuple[Sequence[Any], Sequence[Any]] | None = None  # its gradients and parameters
-        self._is_scaling = False
+        self._scale: float | None = None  # of a scaler of the notebook, while it scales
+        self._skipped = SkippedSteps()
 
     @property
     def is_holding(self) -> bool:
@@ -68,11 +71,11 @@ class RemoteTraining:
     @property
     def is_scaling(self) -> bool:
         """Whether a scaler of the notebook scales."""
-        return self._is_scaling
+        return self._scale is not None
 
     def note(self, found: NumberFinding | None) -> None:
         """Report a finding, or hold it; None: another rank has it."""
-        if not self._is_scaling:
+        if not self.is_scaling:
             self._findings.take(found)
         elif not self._held:
             self._held.append(found)
@@ -130,8 +133,14 @@ class RemoteTraining:
             operation = BadOperation("", op, phase, None, "", None)
             self._findings.take(self._calls.describe(None, operation, line=self._places.name_remote()))
 
-    def _scaling(self, is_on: bool) -> None:
+    def _scaling(self, scale: float | None) -> None:
         self._findings.look()
-        self._is_scaling = is_on
-        if not is_on:
-            self._held.clear()
+        last, self._scale = self._scale, scale
+        if scale is not None or last is None:
+            return
+        if not self._held:
+            self._skipped.taken()
+        elif (skipped := self._skipped.skipped(lambda: last)) is not None:
+            found = self._held[0]
+            self._findings.take(None if found is None else with_skipped(found, skipped))
+        self._held.clear()

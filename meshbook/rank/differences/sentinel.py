@@ -39,8 +39,9 @@ from meshbook.rank.differences.overflows import GivenBad
 from meshbook.rank.differences.remote_ops import NaNReader, PlaceNames, RemoteOps, RunningOps
 from meshbook.rank.differences.remote_training import RemoteTraining
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall
+from meshbook.rank.differences.skipped_steps import ScaledSteps
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
-from meshbook.rank.differences.wording import ModuleNames, with_text
+from meshbook.rank.differences.wording import ModuleNames, with_skipped, with_text
 from meshbook.rank.process_groups.group_health import Observer
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.tensors import watching
@@ -86,6 +87,7 @@ class Sentinel:
         self._calls = KeptCalls(self._names, self._places, self._inputs, self._step)
         self._pending: NumberFinding | None = None  # found, and not yet reported
         self._with_collectives: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # of the running call
+        self._scaled_steps = ScaledSteps()
         self._is_scaling = False  # by a scaler of a cell: bad gradients are no fault until a step is taken with them
         self._is_quiet = False  # what is bad now has been reported, or came from elsewhere
         self._training = RemoteTraining(self, self._calls, self._places, self._hooks.guarded)
@@ -233,10 +235,15 @@ class Sentinel:
             self._look_at_loss(loss)
         self._is_scaling = True
 
-    def scaling_ended(self) -> None:
+    def scaling_ends(self, scaler: Any) -> None:
         if threading.get_ident() == self._main_thread:
             self._report_pending()
             self._is_scaling = False
+            skipped = self._scaled_steps.ended(scaler)
+            if skipped is not None and self.is_looking:
+                found = self._calls.explain_skipped()
+                self.take(None if found is None else with_skipped(found, skipped))
+                self._report_pending()
             self._forget_step()  # which may have been skipped
 
     def _look_at_loss(self, loss: torch.Tensor) -> None:
@@ -252,8 +259,9 @@ class Sentinel:
         if self._calls.stack is not None or threading.get_ident() != self._main_thread or _skips_by_itself(optimizer):
             return
         self._num_updates += 1
+        self._scaled_steps.taken(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._num_updates == 1 and compiled.is_any() and not self._have_seen_model_of(parameters):
+        if self._num_updates == 1 and compiled.is_any() and not self._calls.have_seen_model_of(parameters):
             self._notify(compiled.BLIND_SPOT)
         self._check_outputs()
         norms = self._norms.setdefault(optimizer, GradientNorms())
@@ -273,12 +281,6 @@ class Sentinel:
         if not was_bad:
             self._is_quiet = False
         self._forget_step()
-
-    def _have_seen_model_of(self, parameters: Sequence[Any]) -> bool:
-        """Whether the module was called that has these parameters, or whose gradients a user's own shards have."""
-        is_of_module = any(self._names.name_parameter(parameter, ()) for parameter in parameters)
-        has_gradients = any(call.has_gradients() for call in self._calls)
-        return self._calls.have(parameters) or (has_gradients and not is_of_module)
 
     def _found(self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None) -> None:
         if operation is not None and self.is_looking:

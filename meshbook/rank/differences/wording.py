@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.ids import name_ranks
 from meshbook.rank.differences import numbers
+from meshbook.rank.differences.skipped_steps import Skipped
 from meshbook.rank.process_groups.ring import Collective
 from meshbook.wire.messages import NumberFinding
 
@@ -27,6 +28,12 @@ _NOT_REPEATED = (
 _OVERFLOW = (
     "each rank gave finite numbers, and their sum is too large for {dtype}. Divide before the sum, or reduce in a "
     "wider dtype"
+)
+
+
+_SKIPPED = (
+    "a GradScaler has skipped {num} steps one after the other, the last with a scale of {scale:.2g}: no scale cures "
+    "these gradients"
 )
 
 
@@ -115,12 +122,19 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
         text += f"; input max {found.input_max:.2g} in {found.dtype}"
     if found.phase == "not repeated":
         text += f"; {_NOT_REPEATED}"
+    if found.num_skipped:
+        text += f"; {_SKIPPED.format(num=found.num_skipped, scale=found.scale)}"
     if found.parameter:
         text += f"; first bad gradient: {found.parameter}"
     found = found if found.collective else with_carrier(found, carried)
     if found.collective:
         text += f"; reached {name_ranks(found.reached)} by {found.collective}"
     return msgspec.structs.replace(found, text=text)
+
+
+def with_skipped(found: NumberFinding, skipped: Skipped) -> NumberFinding:
+    """Return a finding with the steps that a scaler has skipped for it."""
+    return msgspec.structs.replace(found, num_skipped=skipped.num_steps, scale=skipped.scale)
 
 
 def with_carrier(found: NumberFinding, carried: Collective | None) -> NumberFinding:

@@ -33,8 +33,8 @@ class TrainingWatcher(Protocol):
     def step_ended(self) -> None:
         """They have taken it."""
 
-    def scaling(self, is_on: bool, /) -> None:
-        """A GradScaler has scaled a loss, and may skip the step; or it has ended its step."""
+    def scaling(self, scale: float | None, /) -> None:
+        """A GradScaler has scaled a loss, and may skip the step; None: it has ended its step."""
 
 
 # An operation's number in its engine, or, of a recorded step's, the notebook's line; None: that is not known.
@@ -90,9 +90,10 @@ def gradients_given() -> None:
         current_watcher.gradients_given()
 
 
-def set_scaling(is_on: float) -> None:
+def set_scaling(scale: float) -> None:
+    """Say by which scale a scaler of the notebook scales; negative: it has ended its step."""
     if current_watcher is not None:
-        current_watcher.scaling(bool(is_on))
+        current_watcher.scaling(None if scale < 0 else scale)
 
 
 FUNCTIONS["set_scaling"] = set_scaling

@@ -81,6 +81,8 @@ class NumberFinding(Struct, frozen=True, gc=False):
     collective: str = ""  # by which it came to other ranks: "all_reduce #44"
     reached: Ranks = ()  # the ranks of that
     parameter: str = ""  # of a module on the ranks: the first one, in the order of backward, with a bad gradient
+    num_skipped: int = 0  # steps that a GradScaler has skipped for it, one after the other
+    scale: float = 0.0  # with which the last of these was skipped
 
 
 class SentinelReport(Struct, frozen=True, gc=False):
