@@ -33,14 +33,13 @@ class Ends:
         self.found: list[Copies | str] = []
         self.num_ended = 0
         self.by_message: list[FetchChunk] = []
-        self.came: list[BufferChunk] = []
         self.host = DataConnections(self.loop, lambda *_: None, lambda _: None)
         self.supervisor = DataConnections(self.loop, self._came, self._ended)
         self.name = ""
+        self.num_served: int | None = None  # requests until the connection ends; None: it does not
 
     def _came(self, host: int, chunk: BufferChunk) -> None:
         assert host == HOST
-        self.came.append(chunk)
         self.fetcher.handle(chunk)
 
     def _ended(self, host: int) -> None:
@@ -66,6 +65,11 @@ class Ends:
         self.name = self.fetcher.fetch(buffers, 1, self._request, self.found.append, directly=True)
 
     def _request(self, request: FetchChunk) -> None:
+        if request.directly and self.num_served is not None:
+            self.num_served -= 1
+            if self.num_served < 0:
+                self.host.drop(SUPERVISOR)
+                return
         if not request.directly or not self.host.serve(SUPERVISOR, request):
             self.by_message.append(request)
             self.loop.call_later(0.0, lambda: [self.fetcher.handle(chunk) for chunk in serve_chunks(request)] and None)
@@ -132,9 +136,8 @@ def test_a_value_that_is_gone_is_an_error(ends: Ends, address: DataAddress) -> N
 def test_when_it_ends_the_rest_comes_as_messages_and_then_there_is_another(ends: Ends, address: DataAddress) -> None:
     ends.connect(address)
     buffers = shared(ends, CONTENTS[3])
+    ends.num_served = 4
     ends.fetch(buffers)
-    ends.turn_until(lambda: ends.came)
-    ends.host._connections[SUPERVISOR].end()
     assert ends.contents(buffers) == [CONTENTS[3]]
     assert ends.by_message
     assert ends.num_ended == 1
