@@ -160,15 +160,19 @@ class DataConnections:
     def _redial(self, peer: int, address: DataAddress) -> None:
         def unless_there_is_one() -> None:
             if not self.is_open(peer):
-                self._start_connecting(peer, address)
+                self._start_connecting(peer, address, again=True)
 
         if self._addresses.get(peer) is address:
             self._loop.act(unless_there_is_one)
 
     # ---- threads
 
-    def _start_connecting(self, peer: int, address: DataAddress) -> None:
-        self._start_thread(lambda: self._connect(peer, address))
+    def _start_connecting(self, peer: int, address: DataAddress, *, again: bool = False) -> None:
+        def connect() -> None:
+            if not self._connect(peer, address) and again:  # there was a way, and may be one later
+                self._post(peer, None)
+
+        self._start_thread(connect)
 
     def _start_thread(self, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name="meshbook-data", daemon=True).start()
@@ -189,22 +193,24 @@ class DataConnections:
                 former.end()
             self._start_thread(lambda connection=connection: self._receive(peer, connection))  # type: ignore[misc]
 
-    def _connect(self, peer: int, address: DataAddress) -> None:
+    def _connect(self, peer: int, address: DataAddress) -> bool:
+        """Connect, and receive until the connection ends; return whether there was one."""
         try:
             socket = sockets.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
         except OSError as error:
             log.info("%s:%d cannot be reached (%s); values go as messages", address.host, address.port, error)
-            return
+            return False
         try:
             connection = _Connection(socket, address.key, is_listener=False)
         except OSError as error:
             log.warning("%s:%d is no data connection: %s", address.host, address.port, error)
             socket.close()
-            return
+            return False
         if self._addresses.get(peer) is address:
             self._receive(peer, connection)
         else:
             socket.close()
+        return True
 
     def _receive(self, peer: int, connection: _Connection) -> None:
         """Receive until the connection ends."""

@@ -109,6 +109,25 @@ def test_a_value_on_its_way_when_the_supervisor_is_killed_is_whole_or_an_error_t
     assert mesh.run("float(big.sum())").values.same() == 0.0
 
 
+@pytest.mark.parametrize("cut_s", [1.0, 8.0])
+def test_a_value_on_its_way_when_a_machine_is_cut_off_for_a_while_arrives(mesh: Mesh, bed: Bed, cut_s: float) -> None:
+    mesh.run("import numpy as np\nbig = np.full(8 << 20, 1.0 + rank)")  # 64 MiB
+    for up in (True, False):
+        future = mesh.run("big", wait=False, echo=False) if up else None
+        timers = [threading.Timer(0.1, bed.cut, ["n2"]), threading.Timer(0.1 + cut_s, bed.restore, ["n2"])]
+        for timer in timers:  # any moment will do
+            timer.start()
+        try:
+            if future is not None:
+                assert all((value == 1.0 + rank).all() for rank, value in future.result(WAIT_S).values.items())
+            else:
+                mesh.push(big=np.full(8 << 20, 7.0))
+        finally:
+            for timer in timers:
+                timer.join()
+        assert mesh.run("float(big.min())").values[2] == (3.0 if up else 7.0)
+
+
 def test_arguments_of_functions_arrive_too(mesh: Mesh, large: np.ndarray) -> None:
     assert mesh.execute(lambda x: float(x.sum()), large).same() == float(large.sum())
 

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -161,6 +162,31 @@ def test_a_host_that_listens_anew_has_one_connection_again(ends: Ends, address: 
     successor.close()
 
 
+def test_where_there_was_a_way_it_is_tried_until_there_is_one_again(ends: Ends, address: DataAddress) -> None:
+    ends.connect(address)
+    ends.host.close()
+    ends.turn_until(lambda: ends.num_ended > 2)  # attempts that have failed
+    ends.host = DataConnections(ends.loop, lambda *_: None, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_connections.secrets, "token_bytes", lambda nbytes: address.key)
+        patch.setattr(data_connections.sockets, "create_server", partial(_listen_at, address))
+        assert ends.host.listen(address.host, SUPERVISOR) == address
+    ends.turn_until(lambda: ends.supervisor.is_open(HOST))
+    ends.supervisor.drop(HOST)
+    num_ended = ends.num_ended
+    ends.turn_until(lambda: ends.num_ended > num_ended)
+    ends.turn_until(lambda: not ends.host.is_open(SUPERVISOR))
+    assert not ends.supervisor.is_open(HOST)
+
+
+def _listen_at(address: DataAddress, *_: object, **__: object) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address.host, address.port))
+    listener.listen()
+    return listener
+
+
 def test_a_connection_to_nobody_is_none(ends: Ends, address: DataAddress) -> None:
     ends.host.close()
     ends.supervisor.dial(HOST, address)
@@ -239,5 +265,5 @@ def test_what_is_changed_on_the_way_is_not_taken(ends: Ends, address: DataAddres
     ends.fetch(buffers)
     assert ends.contents(buffers) == [CONTENTS[3]]
     assert between.flip_after is None
-    assert ends.num_ended == 1
+    assert ends.num_ended
     assert ends.by_message
