@@ -109,7 +109,7 @@ def test_a_value_on_its_way_when_the_supervisor_is_killed_is_whole_or_an_error_t
     assert mesh.run("float(big.sum())").values.same() == 0.0
 
 
-@pytest.mark.parametrize("cut_s", [1.0, 8.0])
+@pytest.mark.parametrize("cut_s", [1.0, pytest.param(8.0, marks=pytest.mark.thorough)])
 def test_a_value_on_its_way_when_a_machine_is_cut_off_for_a_while_arrives(mesh: Mesh, bed: Bed, cut_s: float) -> None:
     mesh.run("import numpy as np\nbig = np.full(8 << 20, 1.0 + rank)")  # 64 MiB
     for up in (True, False):
