@@ -35,6 +35,8 @@ def _missing_magic_hint(message: str) -> str:
     if found is None:
         return ""
     sign, name = found.groups()
+    if name in ("autoreload", "aimport"):
+        return "%load_ext autoreload brings it"
     if name not in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS:
         line_magics = LOCAL_LINE_MAGICS | BOTH_LINE_MAGICS
         return suggest(name, line_magics if sign == "%" else LOCAL_CELL_MAGICS | CONTROLLER_MAGICS, sign)

@@ -362,7 +362,18 @@ def _is_local(leaf: Any) -> bool:
 
 
 def upload(engine: TensorEngine, tensor: torch.Tensor, placements: tuple[Any, ...] | None) -> Any:
-    """Upload a local tensor to the mesh. Does not wait for the ranks."""
+    """Upload a local tensor to the mesh. Does not wait for the ranks.
+
+    Raises:
+        ValueError: it is sparse or nested.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "sparse"
+        raise ValueError(
+            f"a {kind} tensor cannot be on a mesh as a remote tensor; "
+            f"{'x.to_padded_tensor(0.0)' if tensor.is_nested else 'x.to_dense()'} can, and mesh.push(x=x) gives each "
+            "rank a copy, for cells and mesh.execute"
+        )
     return wrap_handle(engine.specs.intern(tensor.shape, tensor.dtype, placements), engine.upload(tensor, placements))
 
 

@@ -38,6 +38,10 @@ _SHAPE_OF_INPUT = {
 }  # fmt: skip
 
 
+class OwnGeneratorError(NotImplementedError):
+    """A random operation with a torch.Generator of its own, which DTensor would not draw from."""
+
+
 @dataclass
 class MetaRun:
     """An operation on tensors without data.
@@ -75,7 +79,7 @@ class MetaRunner:
         """Run an operation on DTensors of the placements of its inputs.
 
         Raises:
-            NotImplementedError: it has a generator of its own.
+            OwnGeneratorError: it has a generator of its own.
             Exception: torch's own.
         """
         empties: dict[int, Any] = {}
@@ -91,7 +95,7 @@ class MetaRunner:
             if isinstance(leaf, torch.device):
                 return torch.device("meta")
             if isinstance(leaf, torch.Generator):
-                raise NotImplementedError(
+                raise OwnGeneratorError(
                     f"{name_of(function)} with a generator of its own: ranks draw from the seed that torch.manual_seed "
                     "sets here; leave generator= out"
                 )

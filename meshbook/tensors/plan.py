@@ -40,7 +40,7 @@ from meshbook.rank.tensors.schemas import (
     out_names,
 )
 from meshbook.rank.tensors.shards import actual_strides
-from meshbook.tensors.meta_run import MetaRun, MetaRunner, run_on_plain_tensors, storage_id
+from meshbook.tensors.meta_run import MetaRun, MetaRunner, OwnGeneratorError, run_on_plain_tensors, storage_id
 from meshbook.tensors.specs import SpecTable, Template, TensorSpec
 from meshbook.wire.pickler import dump_message
 
@@ -178,6 +178,8 @@ class Planner:
                 return Template(0, functional_op=other)
             if found := self._plan_replicated(function, args, kwargs, inputs):
                 return found
+        if isinstance(error, OwnGeneratorError):
+            raise error
         raise dtensor_errors.translate(function, error, specs, self.axes) from None
 
     def _plan_replicated(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:

@@ -497,6 +497,7 @@ def test_a_magic_with_a_typo_is_one_line_and_the_name_that_was_meant(shared: Fro
         cell = shared.run(source)
         assert cell.traceback.count("UsageError") == 1
         assert cell.traceback.endswith(f"\ndid you mean {meant}?")
+    assert shared.run("%autoreload 2").traceback.endswith("\n%load_ext autoreload brings it")
 
 
 def test_an_error_of_meshbooks_in_a_controller_cell_shows_the_users_lines_alone(shared: FrontEnd) -> None:

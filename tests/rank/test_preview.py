@@ -279,7 +279,7 @@ def test_a_tensor_shows_its_shape_type_device_and_first_elements(tensor: torch.T
         dtype=str(tensor.dtype)[6:],
         device=str(tensor.device),
         requires_grad=tensor.requires_grad,
-        stride=tensor.stride(),
+        stride=tensor.stride() if tensor.layout is torch.strided else None,  # by which it can be a remote tensor
     )
     assert shown.truncated == ("…" in text or not text.partition("  ")[2])
     assert preview(tensor, safe=True).text == text
@@ -331,6 +331,13 @@ def test_a_dtensor_shows_the_whole_its_placements_and_the_local_part(tmp_path: A
             )
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_says_how_many_it_holds(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    assert preview(nested).text == "nested tensor float32, 2 tensors, cpu"
 
 
 def test_a_subclass_that_denies_its_shape_is_told() -> None:

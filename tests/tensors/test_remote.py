@@ -129,6 +129,31 @@ def test_a_local_operand_is_sent_along_if_it_is_small(mesh2: Mesh) -> None:
         kept.add_(x)
 
 
+def test_a_sparse_or_nested_tensor_is_no_remote_tensor_and_a_name_of_one_is_a_handle(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(3, 3), mesh2, sharding_spec=["dp", None])
+    for place in (lambda: x @ torch.eye(3).to_sparse(), lambda: distribute(torch.eye(3).to_sparse(), mesh2)):
+        with pytest.raises(ValueError, match=r"a sparse tensor cannot be on a mesh.*x\.to_dense\(\) can"):
+            place()
+    with pytest.raises(ValueError, match=r"a nested tensor cannot be on a mesh.*to_padded_tensor"):
+        distribute(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), mesh2)
+    mesh2.run("sparse = torch.eye(3).to_sparse()")
+    assert torch.equal(mesh2.pull(mesh2["sparse"] @ torch.ones(3, 2))[1], torch.ones(3, 2))
+
+
+def test_a_generator_of_ones_own_draws_as_in_one_process_or_is_refused_with_what_to_write(mesh2: Mesh) -> None:
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    halves = torch.full((4, 4), 0.5)
+    x = distribute(halves, mesh2, sharding_spec=["dp", None])
+    drawn, here = seeded(), seeded()
+    for _ in range(2):
+        whole = torch.bernoulli(x, generator=drawn).full_tensor()
+        assert torch.equal(whole, torch.bernoulli(halves, generator=here))
+    with pytest.raises(NotImplementedError, match=r"torch.manual_seed sets here; leave generator= out"):
+        x.normal_(generator=seeded())
+
+
 def test_a_local_gradient_becomes_the_tensors_own(mesh2: Mesh) -> None:
     x = distribute(torch.ones(4, 3), mesh2, [Shard(0)]).requires_grad_()
     for backward in (lambda y, grad: y.backward(grad), lambda y, grad: torch.autograd.backward([y], [grad])):

@@ -16,6 +16,9 @@ from meshbook.wire.messages import Preview, TensorMeta
 def preview_tensor(obj: Any, limit: int, safe: bool) -> Preview:
     kind = type(obj)
     try:
+        if obj.is_nested:  # it has no shape of numbers
+            text = f"nested tensor {str(obj.dtype).removeprefix('torch.')}, {obj.size(0)} tensors, {obj.device}"
+            return Preview(kind="object", type=type_name(kind), text=text)
         meta = tensor_meta(obj)
     except KeyboardInterrupt:
         raise
@@ -62,6 +65,8 @@ def tensor_meta(obj: Any) -> TensorMeta:
 
 
 def _stride(obj: Any) -> tuple[int, ...] | None:
+    if obj.layout is not sys.modules["torch"].strided:  # a sparse tensor, which cannot be a remote tensor
+        return None
     try:
         return tuple(int(step) for step in obj.stride())
     except Exception:  # nested tensors have none
