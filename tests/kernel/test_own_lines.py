@@ -40,9 +40,7 @@ def test_an_error_of_a_model_on_the_ranks_shows_the_line_that_has_called_it(shar
     assert re.match(r"  Cell In\[\d+\], line 4, in <module>\n    ol_net\(torch.ones\(3, 5\)\)\n", first), first
     assert "ranks 0-1: RuntimeError: mat1 and mat2" in first
     assert "site-packages" not in first
-    own = (
-        "class OlNet(torch.nn.Module):\n    def forward(self, x):\n        return torch.nn.functional.relu(x).view(7)\n"
-    )
+    own = "class OlNet(torch.nn.Module):\n    def forward(self, x):\n        return torch.relu(x).view(7)\n"
     inside = shared.run(f"{HERE}{own}ol_own = meshbook.distribute(OlNet(), mesh)\nol_own(torch.ones(2, 2))").traceback
     assert re.search(r"line 5, in OlNet\.forward\(self, x\)\n----> 5         return torch\.relu", inside), inside
     assert "site-packages" not in inside
