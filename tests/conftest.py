@@ -39,6 +39,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # threads in each they fight, and numbers that are compared bit for bit would depend on how many threads summed them.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Where this is set, each of the processes of a run would compile Meshbook anew, and each worker all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Where jupyter_core looks for its folders is its own affair; unset, it warns that it will look elsewhere one day.
 os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 

@@ -7,6 +7,7 @@ inside functions, those for type checkers only, and modules that are named in st
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -180,6 +181,9 @@ class Import(NamedTuple):
     target: str  # dotted, "meshbook.wire.codec" or "torch.distributed"
 
 
+parsed = functools.cache(ast.parse)  # several tests look at all modules
+
+
 def modules() -> dict[str, str]:
     """Sources by dotted name under meshbook/; a folder's `__init__.py` by the folder's name, the front door as ""."""
     sources = {}
@@ -193,7 +197,7 @@ def imports(name: str, source: str, known: Mapping[str, str]) -> Iterator[Import
     """Every import of a module; `from meshbook.wire import codec` counts as one of `meshbook.wire.codec`, and so does a
     string with that name, but for loggers' names and what NAMED_IN_STRINGS allows."""
     loggers = set[int]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name)
@@ -291,7 +295,7 @@ def counts(sources: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
     names = Counter[str]()
     for module, source in sources.items():
         yield "lines of a file", module, source.count("\n")
-        for dotted, node in definitions(module, ast.parse(source)):
+        for dotted, node in definitions(module, parsed(source)):
             if isinstance(node, ast.ClassDef):
                 names[node.name] += 1
                 yield "lines of a class", dotted, (node.end_lineno or 0) - node.lineno + 1

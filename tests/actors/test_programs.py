@@ -81,6 +81,9 @@ before: True after: True generators left: 1
 }
 
 
+MORE = ("pipeline", "parameter_server", "rl_loop")  # than the gate runs on Monarch too
+
+
 def run(name: str, api: str) -> str:
     environment = {**os.environ, "ACTORS": api, "PYTHONPATH": str(ROOT), **(MONARCH if api == "monarch" else {})}
     done = subprocess.run(
@@ -102,7 +105,9 @@ def test_a_program_written_for_monarch_runs_here(name: str) -> None:
 
 
 @pytest.mark.monarch
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name", ["ping_pong", "supervision", *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
+)
 def test_the_same_program_says_the_same_on_monarch(name: str) -> None:
     assert run(name, "monarch") == SAYS[name]
 

@@ -112,6 +112,7 @@ def test_a_machine_that_cannot_be_used_is_named_with_why_and_what_to_do(
     assert time.monotonic() - before < 60  # 10 s on a quiet machine
 
 
+@pytest.mark.thorough  # ssh waits for 10 s
 def test_a_machine_that_drops_all_that_is_sent_to_it_is_named_by_sshs_own_time(bed: Bed) -> None:
     bed.drop("n2")
     before = time.monotonic()

@@ -137,14 +137,14 @@ def test_machines_are_listed(mesh: Mesh) -> None:
 def test_cells_output_and_values_go_on_when_the_supervisor_is_killed(mesh: Mesh) -> None:
     mesh.run("import time\nkept = torch.full((1 << 20,), float(rank))")
     # of one rank: lines of ranks that are not in step may be shown in pairs
-    source = "for step in range(100):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
+    source = "for step in range(50):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
     future = mesh.run(source, wait=False, echo=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     former = mesh.session.info.supervisor_pid
     os.kill(former, signal.SIGKILL)
     result = future.result(WAIT_S)
     assert dict(result.values) == {rank: rank for rank in range(4)}
-    assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(100)]
+    assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(50)]
     assert "took over" in result.output
     assert mesh.session.info.supervisor_pid != former
     assert [float(value[-1]) for value in mesh.pull("kept").values()] == [0.0, 1.0, 2.0, 3.0]
@@ -158,7 +158,7 @@ def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh, with_sup
         pytest.skip("its host is in the supervisor")
     mesh.run("import time")
     pids = [rank.pid for rank in mesh.status().ranks]
-    source = "for step in range(100):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
+    source = "for step in range(50):\n    if rank == 3: print('step', step)\n    time.sleep(0.02)\nrank"
     future = mesh.run(source, wait=False, echo=False)
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     if with_supervisor:
@@ -166,7 +166,7 @@ def test_cells_and_output_go_on_when_a_host_agent_is_killed(mesh: Mesh, with_sup
     kill_agent(mesh.name, 1)
     result = future.result(WAIT_S)
     assert dict(result.values) == {rank: rank for rank in range(4)}
-    assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(100)]
+    assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(50)]
     assert "the host agent of host 1 (pid " in result.output
     assert [rank.pid for rank in mesh.status().ranks] == pids
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
