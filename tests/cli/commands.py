@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -57,3 +63,37 @@ def typed(*words: str, cwd: Path | None = None, env: dict[str, str] | None = Non
         except SystemExit as error:  # argparse's
             status = int(error.code or 0)
     return CommandResult(status, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command on a terminal of its own; what it writes there is read with `read_until`."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshbook", *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that ^C is a signal
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+        os.close(ours)
+
+
+def read_until(terminal: int, what: str, timeout_s: float = WAIT_S) -> str:
+    """What stands on the terminal, up to and with `what`."""
+    text = b""
+    deadline = time.monotonic() + timeout_s
+    while what.encode() not in text:
+        left = deadline - time.monotonic()
+        assert left > 0, f"{what!r} did not come:\n{text.decode(errors='replace')}"
+        if select.select([terminal], [], [], left)[0]:
+            text += os.read(terminal, 1 << 16)
+    return text.decode(errors="replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import select
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from meshbook import create_mesh
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted
 from tests.budget import WAIT_S, when
-from tests.cli.commands import meshbook, typed
+from tests.cli.commands import meshbook, read_until, terminal, typed
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -59,27 +58,13 @@ def test_stacks_shows_the_ranks_that_were_chosen(mesh: Mesh) -> None:
 
 
 def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
-    ours, theirs = pty.openpty()
-    shown = ""
-    try:
-        command = [sys.executable, "-m", "meshbook", "debug", "1"]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as debug:
-
-            def has_shown(text: str) -> bool:
-                nonlocal shown
-                if select.select([ours], [], [], 0.1)[0]:
-                    shown += os.read(ours, 1 << 16).decode()
-                return text in shown
-
-            when(lambda: has_shown("(rank 1 · h lists the commands · 0 not stopped)"), shown)
-            os.write(ours, b"p 40 + rank\n")
-            when(lambda: has_shown("41"), shown)
-            os.write(ours, b"c\n")
-            when(lambda: has_shown("goes on"), shown)
-            assert debug.wait(WAIT_S) == 0
-    finally:
-        os.close(ours)
-        os.close(theirs)
+    with terminal("debug", "1") as (debug, tty):
+        shown = read_until(tty, "(rank 1 · h lists the commands · 0 not stopped)")
+        os.write(tty, b"p 40 + rank\n")
+        read_until(tty, "41")
+        os.write(tty, b"c\n")
+        read_until(tty, "goes on")
+        assert debug.wait(WAIT_S) == 0
     assert "stopped within the cell, line 4" in shown or "-> __import__('time').sleep(1000)" in shown
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,7 +16,7 @@ import pytest
 
 from meshbook import create_mesh
 from tests.budget import WAIT_S, when
-from tests.cli.commands import CommandResult, meshbook, typed
+from tests.cli.commands import CommandResult, meshbook, read_until, terminal, typed
 from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi
 
@@ -93,40 +87,6 @@ def test_attach_says_which_cell_went_on_without_its_program_and_shows_its_output
             done.out,
         )
         assert "[1] alone\n" in done.out
-
-
-@contextmanager
-def terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The command on a terminal of its own; what it writes there is read with `read_until`."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshbook", *words],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that ^C is a signal
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(theirs)
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.wait(WAIT_S)
-        os.close(ours)
-
-
-def read_until(terminal: int, what: str, timeout_s: float = 60) -> str:
-    """What stands on the terminal, up to and with `what`."""
-    text = b""
-    deadline = time.monotonic() + timeout_s
-    while what.encode() not in text:
-        left = deadline - time.monotonic()
-        assert left > 0, f"{what!r} did not come:\n{text.decode(errors='replace')}"
-        if select.select([terminal], [], [], left)[0]:
-            text += os.read(terminal, 1 << 16)
-    return text.decode(errors="replace")
 
 
 def test_control_c_stops_the_ranks_and_the_next_cell_works(run: object) -> None:

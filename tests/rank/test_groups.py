@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from meshbook.errors import MeshShapeError, RankLost
 from meshbook.rank.process_groups import positions
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 from tests.rank.worlds import ForkServer, FunctionFailed, RankContext, RankHandle, World, wait_until_stuck
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
@@ -253,11 +253,7 @@ def sever_while_reaching(here: RankContext) -> str:
 
 
 def wait_until_reaching(here: RankContext) -> None:
-    deadline = time.monotonic() + SOON_S
-    pause = threading.Event()
-    while not here.groups.is_waiting and time.monotonic() < deadline:
-        pause.wait(0.005)
-    assert here.groups.is_waiting
+    when(lambda: here.groups.is_waiting)
     assert here.ring.running() == ()
 
 
@@ -294,20 +290,13 @@ def break_the_world(here: RankContext) -> None:
     here.groups.table.resume()
 
 
+def is_main_thread_in(function: str) -> bool:
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    return any(frame.f_code.co_name == function for frame, _ in stack)
+
+
 def wait_until_held(here: RankContext) -> None:
-    """Until the main thread waits to begin a collective."""
-    main = threading.main_thread().ident
-    assert main is not None
-    pause = threading.Event()
-    deadline = time.monotonic() + SOON_S
-    while time.monotonic() < deadline:
-        frame: Any = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "wait_until_allowed":
-            frame = frame.f_back
-        if frame is not None:
-            return
-        pause.wait(0.005)
-    raise AssertionError("no collective waits to begin")
+    when(lambda: is_main_thread_in("wait_until_allowed"), "a collective that waits to begin")
 
 
 def test_a_collective_that_is_held_begins_when_it_is_known_that_ranks_are_in_step(trio: World) -> None:
@@ -418,18 +407,7 @@ def wait_for_reasons(here: RankContext) -> None:
 
 def wait_for_gloo_to_notice(here: RankContext) -> None:
     """Until the main thread has gloo's error, and waits to hear more."""
-    main = threading.main_thread().ident
-    assert main is not None
-    deadline = time.monotonic() + SOON_S
-    pause = threading.Event()
-    while time.monotonic() < deadline:
-        frame: Any = sys._current_frames()[main]
-        while frame is not None:
-            if frame.f_code.co_name == "finish_failed":
-                return
-            frame = frame.f_back
-        pause.wait(0.001)
-    raise AssertionError("gloo did not notice")
+    when(lambda: is_main_thread_in("finish_failed"), "gloo's error")
 
 
 def test_a_death_that_nobody_explains_is_still_an_error(trio: World) -> None:
