@@ -198,16 +198,20 @@ def test_the_marker_is_a_first_line_of_its_own(code: str, marked: bool) -> None:
     assert is_marked(code) is marked
 
 
-def test_a_marked_cell_runs_on_every_rank_and_its_names_are_handles(tmp_path: Path) -> None:
+def test_a_marked_cell_runs_on_every_rank_and_its_names_are_handles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = notebook(
         tmp_path,
         MAKE,
         "# mesh\nimport torch\nx = torch.ones(2) * (mesh.get_rank() + 1)\nx.sum().item()",
         "total = float((x.sum() * 0 + 3).item())",
-        "# mesh\ny = x * 2\nprint('doubled')",
+        "# mesh\nimport asyncio\ny = x * 2\nprint('doubled')\nawait asyncio.sleep(0)\nmesh.size() * 10",
         "pulled = mesh.pull(y)",
     )
     outputs, names = load(path).app.run()
+    assert outputs[3].same() == 20  # a marked cell may await
+    assert "doubled\n" in capsys.readouterr().out
     assert dict(outputs[1]) == {0: 2.0, 1: 4.0}
     assert names["total"] == 3.0
     assert [value.tolist() for value in names["pulled"].values()] == [[2.0, 2.0], [4.0, 4.0]]
@@ -221,13 +225,6 @@ def test_the_how_tos_cells_end_well(tmp_path: Path) -> None:
     assert outputs[1].same() == 2.0
     assert dict(outputs[2]) == {0: 0.0, 1: 2.0}
     assert dict(outputs[3]) == {0: 2.0, 1: 2.0}
-
-
-def test_a_marked_cell_may_await(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "# mesh\nimport asyncio\nprint('before')\nawait asyncio.sleep(0)\nmesh.size() * 10"
-    outputs, _ = load(notebook(tmp_path, MAKE, code)).app.run()
-    assert outputs[1].same() == 20
-    assert "before\n" in capsys.readouterr().out
 
 
 def test_a_marked_cell_without_a_mesh_starts_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.budget import WAIT_S, when
+from tests.cli.commands import typed
 from tests.kernel.frontend import FrontEnd, has_exited, kernel, shows, strip_ansi
 
 pytestmark = pytest.mark.usefixtures("starts_kernels")
@@ -104,13 +105,12 @@ def test_ipython_in_a_terminal_runs_cells_on_ranks_and_leaves_nothing(run: objec
         "%mesh list",
     ]
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-confirm-exit", "--colors=nocolor", "--quiet"]
-    typed = "\n".join(cells) + "\n"
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=2 * WAIT_S, check=True)
+    done = subprocess.run(
+        command, input="\n".join(cells) + "\n", capture_output=True, text=True, timeout=2 * WAIT_S, check=True
+    )
     text = strip_ansi(done.stdout)
     assert shows(text, "rank 0…1\n", "[0] rank 0\n", "[1] rank 1\n")
     assert re.search(r"Out\[\d+\]: \n\[0\] 0\n\[1\] 10\n", text)
     assert "rank 0: ZeroDivisionError: division by zero" in text
     assert re.search(r"in-a-terminal +2 ranks", text)
-    command = [sys.executable, "-m", "meshbook", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
-    assert "in-a-terminal" not in listed.stdout
+    assert "in-a-terminal" not in typed("list").out

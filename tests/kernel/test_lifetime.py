@@ -36,15 +36,6 @@ def again(front: FrontEnd) -> FrontEnd:
     return FrontEnd(front.manager)
 
 
-def test_shutting_the_kernel_down_leaves_nothing() -> None:
-    with kernel() as front:
-        front.run("x = rank")
-        pids = front.pids()
-        assert len(folders()) == 1
-    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
-    assert folders() == []
-
-
 def test_a_kernel_that_ran_no_cell_leaves_nothing_either() -> None:
     with kernel() as front:
         assert front.run("1 + 1", store_history=False).result == "2"
@@ -52,13 +43,16 @@ def test_a_kernel_that_ran_no_cell_leaves_nothing_either() -> None:
     when(lambda: folders() == [], "its end")
 
 
-def test_a_warm_supervisor_makes_the_first_cell_quick_and_is_the_one_that_is_used() -> None:
+def test_a_warm_supervisor_is_the_one_that_the_first_cell_uses_and_shutting_the_kernel_down_leaves_nothing() -> None:
     with kernel() as front:
         when(lambda: folders() != [], "a warm supervisor")
         (warm,) = folders()
         assert "started 2 ranks in" in front.run("1").notes
         assert folders() == [warm]
         assert front.value("get_ipython().meshbook.mesh.name") == warm
+        pids = front.pids()
+    when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
+    assert folders() == []
 
 
 def test_a_restarted_kernel_is_back_on_its_mesh() -> None:
