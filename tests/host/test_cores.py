@@ -31,42 +31,24 @@ def test_ranks_share_what_their_host_may_use(num_ranks: int, num_cores: int, quo
     assert cores.threads_per_rank(num_ranks, num_cores, quota) == threads
 
 
+OF_JOB, OF_SLICE = "/sys/fs/cgroup/user.slice/job_7/cpu.max", "/sys/fs/cgroup/user.slice/cpu.max"
+V1_OF_JOB, V1_OF_ALL = "/sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_", "/sys/fs/cgroup/cpu/cpu.cfs_"
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
         ({}, None),
         (V2, None),
-        (V2 | {"/sys/fs/cgroup/user.slice/job_7/cpu.max": "max 100000\n"}, None),
-        (V2 | {"/sys/fs/cgroup/user.slice/job_7/cpu.max": "250000 100000\n"}, 2.5),
-        # The narrowest of all above counts.
-        (
-            V2
-            | {
-                "/sys/fs/cgroup/user.slice/job_7/cpu.max": "800000 100000\n",
-                "/sys/fs/cgroup/user.slice/cpu.max": "400000 100000\n",
-            },
-            4.0,
-        ),
+        (V2 | {OF_JOB: "max 100000\n"}, None),
+        (V2 | {OF_JOB: "250000 100000\n"}, 2.5),
+        (V2 | {OF_JOB: "800000 100000\n", OF_SLICE: "400000 100000\n"}, 4.0),  # the narrowest of all above counts
         # In a container: the path of outside, under a mount that is the container's own.
         ({"/proc/self/cgroup": "0::/docker/abc\n", "/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"/proc/self/cgroup": "0::/../../x\n", "/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         (V1, None),
-        (
-            V1
-            | {
-                "/sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us": "800000\n",
-                "/sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_period_us": "100000\n",
-            },
-            8.0,
-        ),
-        (
-            V1
-            | {
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            None,
-        ),
+        (V1 | {f"{V1_OF_JOB}quota_us": "800000\n", f"{V1_OF_JOB}period_us": "100000\n"}, 8.0),
+        (V1 | {f"{V1_OF_ALL}quota_us": "-1\n", f"{V1_OF_ALL}period_us": "100000\n"}, None),
     ],
 )
 def test_a_cgroups_quota_is_read_in_both_versions(files: dict[str, str], quota: float | None) -> None:

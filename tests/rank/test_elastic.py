@@ -56,25 +56,17 @@ NEXT_LOOP = request(record(held(5, 50, is_end=True)), call="cell 1", loop=1)
 OVER_ON_TWO = record(HeldSnapshot(5, 0, 50, True, True, 2), is_open=False)
 
 
-@pytest.mark.parametrize(
-    ("requests", "number"),
-    [
-        ([request(None), request(None)], 1),
-        ([request(OVER), request(OVER)], 2),
-        ([request(record(held(1, 10)), restart=True)], 2),
-        ([request(record(run=4)), request(record(held(9, 90), run=3, is_open=False))], 5),
-        ([NEXT_LOOP, NEXT_LOOP], 1),
-        ([request(OVER_ON_TWO), request(OVER_ON_TWO), request(None)], 2),
-    ],
-    ids=[
-        "first",
-        "ended well everywhere",
-        "restart",
-        "no complete snapshot",
-        "next loop of a cell",
-        "ranks have joined",
-    ],
-)
+BEGINNINGS = {
+    "first": ([request(None), request(None)], 1),
+    "ended well everywhere": ([request(OVER), request(OVER)], 2),
+    "restart": ([request(record(held(1, 10)), restart=True)], 2),
+    "no complete snapshot": ([request(record(run=4)), request(record(held(9, 90), run=3, is_open=False))], 5),
+    "next loop of a cell": ([NEXT_LOOP, NEXT_LOOP], 1),
+    "ranks have joined": ([request(OVER_ON_TWO), request(OVER_ON_TWO), request(None)], 2),
+}
+
+
+@pytest.mark.parametrize(("requests", "number"), BEGINNINGS.values(), ids=BEGINNINGS)
 def test_a_loop_begins_where_there_is_nothing_to_go_back_to(requests: list[Request], number: int) -> None:
     assert decide(requests) == Begin(number)
 

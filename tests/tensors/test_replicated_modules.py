@@ -74,32 +74,21 @@ class MakesTensors(nn.Module):
 SEQUENCES, WORDS = torch.randn(4, 5, 4), torch.randint(0, 10, (4, 5))
 
 
+MODULES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "GRU": (lambda: nn.GRU(4, 6, batch_first=True), SEQUENCES),
+    "deep LSTM": (lambda: nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True), SEQUENCES),
+    "RNN": (lambda: nn.RNN(4, 6, batch_first=True), SEQUENCES),
+    "LSTMCell": (lambda: nn.LSTMCell(4, 6), SEQUENCES[:, 0]),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(10, 4), WORDS),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), SEQUENCES),
+    "Bilinear": (lambda: Bilinear(4, 4, 3), SEQUENCES),
+    "distances": (lambda: Distances(4, 3), SEQUENCES[0]),
+    "makes tensors": (MakesTensors, SEQUENCES),
+}
+
+
 @pytest.mark.parametrize("placements", [[Shard(0)], None], ids=["cut", "whole"])
-@pytest.mark.parametrize(
-    ("factory", "x"),
-    [
-        (lambda: nn.GRU(4, 6, batch_first=True), SEQUENCES),
-        (lambda: nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True), SEQUENCES),
-        (lambda: nn.RNN(4, 6, batch_first=True), SEQUENCES),
-        (lambda: nn.LSTMCell(4, 6), SEQUENCES[:, 0]),
-        (lambda: nn.EmbeddingBag(10, 4), WORDS),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), SEQUENCES),
-        (lambda: Bilinear(4, 4, 3), SEQUENCES),
-        (lambda: Distances(4, 3), SEQUENCES[0]),
-        (MakesTensors, SEQUENCES),
-    ],
-    ids=[
-        "GRU",
-        "deep LSTM",
-        "RNN",
-        "LSTMCell",
-        "EmbeddingBag",
-        "weight norm",
-        "Bilinear",
-        "distances",
-        "makes tensors",
-    ],
-)
+@pytest.mark.parametrize(("factory", "x"), MODULES.values(), ids=MODULES)
 def test_what_makes_tensors_itself_or_has_no_rule_of_dtensors_gives_the_numbers_of_one_process(
     mesh2: Mesh, factory: Callable[[], nn.Module], x: torch.Tensor, placements: Any
 ) -> None:
