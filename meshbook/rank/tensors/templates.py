@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,6 +149,8 @@ def _make_caller(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
     tensors = [at for at, leaf in enumerate(leaves) if leaf is TENSOR]
     floats = [at for at, leaf in enumerate(leaves) if leaf is FLOAT]
     is_flat = not kwargs and all(not isinstance(arg, (list, tuple, dict)) for arg in args)
+    # Operations on many tensors at once (`_foreach_`) have lists of them: pytree takes longer than some of these.
+    spans, num_args = _spans_of_lists([*args, *kwargs.values()]), len(args)
 
     def call(ins: list[Any], numbers: Sequence[float]) -> Any:
         filled = leaves.copy()
@@ -157,12 +160,31 @@ def _make_caller(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
             filled[at] = number
         if is_flat:
             return function(*filled)
+        if spans is not None:
+            values = [filled[span] for span in spans]
+            return function(*values[:num_args], **dict(zip(kwargs, values[num_args:], strict=True)))
         filled_args, filled_kwargs = pytree.tree_unflatten(filled, tree)
         return function(*filled_args, **filled_kwargs)
 
     if is_flat and len(tensors) == len(args):
         return len(tensors), 0, lambda ins, numbers: function(*ins)
     return len(tensors), len(floats), call
+
+
+def _spans_of_lists(args: Iterable[Any]) -> list[int | slice] | None:
+    """Return where the leaves of each argument are, of a list a slice; None: there are other containers than lists."""
+    spans: list[int | slice] = []
+    at = 0
+    for arg in args:
+        leaves = pytree.tree_leaves(arg)
+        if len(leaves) == 1 and leaves[0] is arg:
+            spans.append(at)
+        elif type(arg) is list and len(leaves) == len(arg) and all(map(operator.is_, leaves, arg)):
+            spans.append(slice(at, at + len(arg)))
+        else:
+            return None
+        at += len(leaves)
+    return spans
 
 
 def _with_seed(call: _Caller) -> _Caller:
