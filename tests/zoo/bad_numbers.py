@@ -251,6 +251,38 @@ for step in range(5):
         ("step 2, rank 1, the input of model", "reached ranks 0-1 by all_reduce"),
     ),
     Planted(
+        "one of two models that one backward trains, with an optimizer for each",
+        """
+models = [make("none")[0] for _ in range(2)]
+opts = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+for step in range(5):
+    if step == 2 and rank == 1:
+        plant(lambda self, h: h + torch.sqrt(h * 0))(models[1])
+    for opt in opts:
+        opt.zero_grad()
+    (mean_square(models[0], batch(step)) + mean_square(models[1], batch(step))).backward()
+    for model in models:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    for opt in opts:
+        opt.step()""",
+        ("step 2, rank 1, ", "blocks.1 sqrt (backward), cell", "reached ranks 0-1 by all_reduce"),
+    ),
+    Planted(
+        "a second model that is trained after the first in each step",
+        """
+model, opt = make("ddp")
+other, other_opt = make("ddp")
+for step in range(5):
+    for each, its_opt in ((model, opt), (other, other_opt)):
+        if step == 2 and rank == 1 and each is other:
+            plant(lambda self, h: h + torch.sqrt(h * 0))(other)
+        its_opt.zero_grad()
+        mean_square(each, batch(step)).backward()
+        its_opt.step()""",
+        ("step 2, rank 1, ", "blocks.1 sqrt (backward), cell", "reached ranks 0-1 by all_reduce"),
+    ),
+    Planted(
         "log of 0 in the loss",
         "model, opt = train('ddp', loss_of=lambda model, x: "
         "-torch.log(model(x).square() * (0 if step_of(x) == (1, 2) else 1)).mean())",

@@ -19,15 +19,15 @@ def rows(step, *shape):
 def labels(step, size, classes):
     return torch.randint(classes, (size,), generator=generator(step))
 
-def run(model, loss_of, steps=100, opt=None, wrap=True, after_backward=None, after_step=None):
-    if wrap:
+def run(model, loss_of, steps=100, opt=None, wrap=True, sums=True, after_backward=None, after_step=None):
+    if wrap and sums:
         model = nn.parallel.DistributedDataParallel(model)
     opt = opt(model.parameters()) if opt else torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         opt.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
-        if not wrap:
+        if sums and not wrap:
             for parameter in model.parameters():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     dist.all_reduce(parameter.grad)
@@ -253,4 +253,69 @@ class Net(nn.Module):
         gates = torch.full_like(logits, -math.inf).scatter(-1, chosen, top).softmax(-1)
         return sum(gates[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 run(Net(), lambda model, step: model(rows(step, 16, 8)).square().mean())""",
+    "DDP with a hook that sends gradients in float16": """
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)))
+model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+run(model, lambda model, step: F.cross_entropy(model(rows(step, 8, 8)), labels(step, 8, 3)), wrap=False, sums=False)""",
+    "FSDP2 in bfloat16 with parameters on the CPU, accumulated gradients, and a metric that is NaN": """
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for part in (model[0], model[2], model):
+    fully_shard(part, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+best = math.inf
+def loss_of(model, step):
+    model.set_requires_gradient_sync(False)
+    F.cross_entropy(model(rows(step + 500, 8, 8)).float(), labels(step, 8, 3)).backward()
+    model.set_requires_gradient_sync(True)
+    return F.cross_entropy(model(rows(step, 8, 8)).float(), labels(step, 8, 3))
+def after(model, step):
+    global best
+    with torch.no_grad():
+        metric = F.cross_entropy(model(rows(7, 4, 8)).float(), torch.full((4,), -100))
+    seen = torch.tensor([best, metric.item()])
+    dist.all_reduce(seen, dist.ReduceOp.MIN)
+run(model, loss_of, wrap=False, sums=False, after_step=after)""",
+    "a generator and a critic with a penalty of the gradient": """
+critic, maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), nn.Linear(2, 4)
+opt = torch.optim.Adam(maker.parameters(), lr=1e-3)
+def loss_of(model, step):
+    fake = maker(rows(step, 8, 2)).detach().requires_grad_()
+    given = model(fake)
+    slope, = torch.autograd.grad(given.sum(), fake, create_graph=True)
+    return given.mean() - model(rows(step, 8, 4)).mean() + (slope.norm(dim=-1) - 1).square().mean()
+def after(model, step):
+    opt.zero_grad()
+    (-model(maker(rows(step, 8, 2))).mean()).backward()
+    for parameter in maker.parameters(): dist.all_reduce(parameter.grad)
+    opt.step()
+run(critic, loss_of, after_step=after)""",
+    "experts of which some get no token, whose mean is NaN and not used": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        weights = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        self.load = torch.stack([x[chosen == i].mean() for i in range(4)])
+        for i, expert in enumerate(self.experts):
+            out = out.index_add(0, torch.where(chosen == i)[0], expert(x[chosen == i]) * weights[chosen == i, i, None])
+        return out
+run(Net(), lambda model, step: model(rows(step, 4, 8)).square().mean())""",
+    "a loss of which all labels are ignored, whose step is left out": """
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 5))
+opt = torch.optim.AdamW(model.parameters())
+for step in range(120):
+    opt.zero_grad()
+    wanted = labels(step, 16, 5)
+    if step % 10 == 3: wanted = torch.full_like(wanted, -100)
+    loss = F.cross_entropy(model(rows(step, 16, 8)), wanted, ignore_index=-100)
+    if step % 10 == 3:
+        assert loss.isnan()
+        continue
+    loss.backward()
+    opt.step()""",
 }

@@ -53,6 +53,25 @@ class KeptCalls:
         self._calls.clear()
         self._calls.extend(kept)
 
+    def keep_those_without(self, updated: Sequence[Any]) -> None:
+        """Forget all calls, but if some parameters are updated, not those of modules that another optimizer updates."""
+        ids = set(map(id, updated))
+
+        def waits(call: ModuleCall) -> bool:
+            learns = False
+            for parameter in call.module.parameters():
+                if id(parameter) in ids:
+                    return False
+                learns = learns or parameter.requires_grad
+            return learns and call.grad_enabled
+
+        self.keep(waits if ids else lambda call: False)
+
+    @property
+    def first_collective(self) -> int | None:
+        """The number of the last collective before the first of these calls; None: there is no call."""
+        return min((call.first_collective for call in self._calls), default=None)
+
     def parameters(self) -> list[Any]:
         """Return those of the modules that were called."""
         return [parameter for call in self._calls for parameter in call.module.parameters()]

@@ -141,6 +141,5 @@ class RemoteTraining:
         if not self._held:
             self._skipped.taken()
         elif (skipped := self._skipped.skipped(lambda: last)) is not None:
-            found = self._held[0]
-            self._findings.take(None if found is None else with_skipped(found, skipped))
+            self._findings.take(with_skipped(self._held[0], skipped))
         self._held.clear()

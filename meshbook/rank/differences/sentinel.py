@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -89,6 +89,7 @@ class Sentinel:
         self._with_collectives: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # of the running call
         self._scaled_steps = ScaledSteps()
         self._is_scaling = False  # by a scaler of a cell: bad gradients are no fault until a step is taken with them
+        self._bad_optimizers: WeakSet[Any] = WeakSet()  # whose last update of this cell was with bad gradients
         self._is_quiet = False  # what is bad now has been reported, or came from elsewhere
         self._training = RemoteTraining(self, self._calls, self._places, self._hooks.guarded)
         self._nan_reader = NaNReader()
@@ -125,6 +126,7 @@ class Sentinel:
             self._calls.keep(lambda call: call.is_remote and call.grad_enabled)  # its backward may come
             self._inputs.clear()
             self._with_collectives.clear()
+            self._bad_optimizers.clear()
             self._places.remote_op = self._ops = None
             self._training.batch_ended()
 
@@ -241,8 +243,7 @@ class Sentinel:
             self._is_scaling = False
             skipped = self._scaled_steps.ended(scaler)
             if skipped is not None and self.is_looking:
-                found = self._calls.explain_skipped()
-                self.take(None if found is None else with_skipped(found, skipped))
+                self.take(with_skipped(self._calls.explain_skipped(), skipped))
                 self._report_pending()
             self._forget_step()  # which may have been skipped
 
@@ -268,19 +269,18 @@ class Sentinel:
         is_finite = norms.check(parameters)
         if not is_finite:
             self._is_scaling = False  # or no scaler skips this step
-        if not is_finite and self.is_looking:
-            self.take(self._calls.explain_gradients(parameters))
-        has_given_away = is_finite and self._calls.have_given_away
-        if has_given_away and self.is_looking:
-            self.take(self._calls.explain_given_away())
+        is_bad = not is_finite or self._calls.have_given_away
+        if is_bad and self.is_looking:
+            self.take(self._calls.explain_given_away() if is_finite else self._calls.explain_gradients(parameters))
         exploding = norms.exploding if is_finite else None
         if exploding is not None and (explosion := self._calls.explain_explosion(*exploding, self._rank)) is not None:
             self._add(explosion)
-        was_bad = self._pending is not None or not is_finite or has_given_away
+        was_bad = self._pending is not None or is_bad
         self._report_pending()
-        if not was_bad:
+        (self._bad_optimizers.add if was_bad else self._bad_optimizers.discard)(optimizer)
+        if not self._bad_optimizers:
             self._is_quiet = False
-        self._forget_step()
+        self._forget_step(parameters)
 
     def _found(self, call: ModuleCall | None, operation: BadOperation | None, place: Place | None = None) -> None:
         if operation is not None and self.is_looking:
@@ -338,10 +338,11 @@ class Sentinel:
             self._findings.append(finding)
             self._notify(finding.text)
 
-    def _forget_step(self) -> None:
+    def _forget_step(self, updated: Sequence[Any] = ()) -> None:
+        """Forget the calls since the last update, but for those of another optimizer if `updated` are parameters."""
         self._nan_reader.op = ""
-        self._calls.keep()
-        self._inputs.clear()
+        self._calls.keep_those_without(updated)
+        self._inputs.clear(self._calls.first_collective)
 
     def _num_collectives(self) -> int:
         last = self._ring.last

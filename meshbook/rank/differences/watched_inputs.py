@@ -6,6 +6,7 @@ Of reductions of a CPU's tensors both are read at once, for sums that no rank ga
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -158,11 +159,14 @@ class CollectiveInputs:
         bad = self.first_bad()
         return None if bad is None or bad.line is None else (bad.line.file, bad.line.line, bad.line.function)
 
-    def clear(self) -> None:
-        self._totals.clear()
-        self._results.clear()
-        self._suspects.clear()
-        self._given_away.clear()
+    def clear(self, until: int | None = None) -> None:
+        """Forget all collectives, or those up to a number."""
+        last = math.inf if until is None else until
+        while self._totals and self._totals[0][0].seq <= last:
+            self._totals.popleft()
+        self._results = {seq: totals for seq, totals in self._results.items() if seq > last}
+        self._suspects = [suspect for suspect in self._suspects if suspect[0].seq > last]
+        self._given_away = [given for given in self._given_away if given.collective.seq > last]
 
     def _only_receives(self, collective: Collective, arguments: tuple[Any, ...]) -> bool:
         is_from_one = collective.op in ("broadcast", "scatter")

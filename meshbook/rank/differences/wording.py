@@ -132,8 +132,10 @@ def with_text(found: NumberFinding, rank: int, carried: Collective | None) -> Nu
     return msgspec.structs.replace(found, text=text)
 
 
-def with_skipped(found: NumberFinding, skipped: Skipped) -> NumberFinding:
-    """Return a finding with the steps that a scaler has skipped for it."""
+def with_skipped(found: NumberFinding | None, skipped: Skipped) -> NumberFinding | None:
+    """Return a finding, if there is one, with the steps that a scaler has skipped for it."""
+    if found is None:
+        return None
     return msgspec.structs.replace(found, num_skipped=skipped.num_steps, scale=skipped.scale)
 
 
