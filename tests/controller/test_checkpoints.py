@@ -613,13 +613,12 @@ def test_a_save_that_the_mesh_did_not_survive_says_so(tmp_path: Path, gate: Gate
     assert checkpoint_folders.list_checkpoints(tmp_path / "run") == []
 
 
-def test_a_mesh_that_has_lost_a_rank_saves_nothing(tmp_path: Path) -> None:
-    with create_mesh(2) as mesh:
-        mesh.run("x = 1")
-        mesh.kill(1)
-        when(lambda: mesh.session.lost == (1,))
-        with pytest.raises(RankLost, match="rank 1"):
-            mesh.checkpoint(tmp_path / "run", "x")
+def test_a_mesh_that_has_lost_a_rank_saves_nothing(pair: Mesh, tmp_path: Path) -> None:
+    pair.run("x = 1")
+    pair.kill(1)
+    when(lambda: pair.session.lost == (1,))
+    with pytest.raises(RankLost, match="rank 1"):
+        pair.checkpoint(tmp_path / "run", "x")
 
 
 def test_a_disk_that_takes_no_more_ends_the_save_with_its_reason(mesh: Mesh, tmp_path: Path) -> None:

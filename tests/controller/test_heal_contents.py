@@ -149,15 +149,14 @@ def test_replicas_are_found_where_no_two_of_one_part_are_left() -> None:
         assert values(mesh, checksum) == before
 
 
-def test_a_model_that_no_other_rank_has_is_named_as_missing() -> None:
-    with create_mesh(3) as mesh:
-        mesh.run(TRAINING, echo=False)
-        mesh.run(HSDP, setup=True, echo=False)
-        mesh.run("train(0)", echo=False)
-        kill(mesh, 1)
-        healed = mesh.heal()
-        assert set(healed.missing[1]) == {"model", "layer", "opt"}
-        assert "as setup cells made it on rank 1: model, layer, opt (it differs between the other ranks)" in str(healed)
+def test_a_model_that_no_other_rank_has_is_named_as_missing(trio: Mesh) -> None:
+    trio.run(TRAINING, echo=False)
+    trio.run(HSDP, setup=True, echo=False)
+    trio.run("train(0)", echo=False)
+    kill(trio, 1)
+    healed = trio.heal()
+    assert set(healed.missing[1]) == {"model", "layer", "opt"}
+    assert "as setup cells made it on rank 1: model, layer, opt (it differs between the other ranks)" in str(healed)
 
 
 # What others agree on by chance. Rank 0 is the one that is different.
