@@ -195,8 +195,7 @@ class SegmentPool:
                     end = round_up(end + sizes[index], ALIGN_BYTES)
                 segment = self._acquire(end, SegmentReaders.of(readers))
                 names.append(segment.use_name)
-                segment.fill([(PAGE_BYTES, memoryview(b""))])
-                segment.written_bytes = max(segment.written_bytes, end)
+                segment.prepare(end)
                 for index, offset in zip(group, offsets, strict=True):
                     found[index] = SharedBuffer(os.getpid(), segment.fd, offset, sizes[index], segment.use_name)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -95,15 +96,9 @@ def measure(bed: Bed) -> None:
             round_trip = best(lambda mesh=mesh: mesh.run("1", echo=False), 200)  # type: ignore[misc]
             print(f"  cell round trip, best of 200: {round_trip * 1000:.2f} ms")
     cluster.close()
-    value = np.random.default_rng(0).random(MB_64 // 8)
-    plain = min(plain_tcp(bed) for _ in range(5))
-    print(f"64 MiB between machines, plain TCP, best of 5: {plain:.3f} s, {MB_64 / plain / 1e6:.0f} MB/s")
     for way, place in (("through ssh", nullcontext()), ("by a data connection", bed.here())):
         with place, create_mesh(1, on="ssh://n1", torch=False) as mesh:
-            push = best(lambda mesh=mesh: mesh.push(value=value), 8)  # type: ignore[misc]
-            print(f"64 MiB pushed to one machine {way}, best of 8: {push:.3f} s, {MB_64 / push / 1e6:.0f} MB/s")
-            pull = best(lambda mesh=mesh: mesh.pull("value")[0], 8)  # type: ignore[misc]
-            print(f"64 MiB pulled from it {way}, best of 8: {pull:.3f} s, {MB_64 / pull / 1e6:.0f} MB/s")
+            measure_values(bed, mesh, way)
     with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
         measure_actors(mesh)
     with create_mesh(4, on="ssh://n1,n2", torch=False) as mesh:
@@ -116,6 +111,19 @@ def measure(bed: Bed) -> None:
         begun = time.perf_counter()
         mesh.stop()
         print(f"the mesh with it is stopped after {time.perf_counter() - begun:.1f} s")
+
+
+def measure_values(bed: Bed, mesh: Mesh, way: str) -> None:
+    """Values beside plain TCP, by turns, because a machine is not always as fast."""
+    value = np.random.default_rng(0).random(MB_64 // 8)
+    rounds = []
+    for _ in range(5):
+        plain = min(plain_tcp(bed) for _ in range(5))
+        rounds.append((plain, best(lambda: mesh.push(value=value), 8), best(lambda: mesh.pull("value")[0], 8)))
+    plain, push, pull = (MB_64 / statistics.median(seconds) / 1e6 for seconds in zip(*rounds, strict=True))
+    of_push, of_pull = (statistics.median(row[0] / row[way] for row in rounds) for way in (1, 2))
+    print(f"64 MiB to one machine {way}, medians of 5 rounds of the best of 8, plain TCP {plain:.0f} MB/s:")
+    print(f"  pushed {push:.0f} MB/s, {of_push:.2f} of it; pulled {pull:.0f} MB/s, {of_pull:.2f} of it")
 
 
 class Caller(Actor):
