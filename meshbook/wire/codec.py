@@ -16,7 +16,7 @@ import msgspec
 from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import messages
 
-PROTOCOL = b"meshbook/12"
+PROTOCOL = b"meshbook/13"
 
 # The largest message that a socket accepts; zmq closes the connection beyond it. Large data goes through shared memory;
 # inline data (another machine, macOS) has to fit.

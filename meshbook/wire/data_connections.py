@@ -13,6 +13,7 @@ left out on the way does not open, and that ends the connection.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import itertools
 import logging
@@ -28,9 +29,11 @@ from typing import Final
 
 import msgspec
 
+from meshbook.clock import sleep
 from meshbook.wire.loop import Loop
 from meshbook.wire.memory_files import keep_freed_memory
 from meshbook.wire.messages import BufferChunk, DataAddress, FetchChunk
+from meshbook.wire.rate_limited_log import RateLimitedLog
 from meshbook.wire.transfers import CHUNK_BYTES, serve, without_bytes
 
 log = logging.getLogger("meshbook.data")
@@ -69,6 +72,7 @@ class DataConnections:
         # What has happened on other threads: peer and piece, or None for the end of its connection.
         self._events: deque[tuple[int, BufferChunk | None]] = deque()
         self._taken: list[tuple[int, BufferChunk | None]] = []
+        self._refusals = RateLimitedLog(log)
         self._pipe: tuple[int, int] | None = None  # by which other threads wake the loop
 
     def listen(self, host: str, peer: int) -> DataAddress | None:
@@ -181,12 +185,15 @@ class DataConnections:
         while True:
             try:
                 socket, _ = listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):  # it was closed
+                    return
+                sleep(_REDIAL_S)  # no descriptor is left, or who has connected is gone
+                continue
             try:
                 connection = _Connection(socket, key, is_listener=True)
             except OSError as error:
-                log.warning("a data connection was refused: %s", error)
+                self._refusals.warning("a data connection was refused: %s", error)
                 socket.close()
                 continue
             if (former := self._connections.get(peer)) is not None:

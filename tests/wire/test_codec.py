@@ -19,7 +19,7 @@ def test_a_command_arrives_as_it_was_sent() -> None:
 
 
 def test_the_first_frame_is_the_protocol_version() -> None:
-    assert codec.encode(CELL)[0] == b"meshbook/12"
+    assert codec.encode(CELL)[0] == b"meshbook/13"
 
 
 def test_a_newer_peer_is_refused_with_which_end_to_upgrade() -> None:
