@@ -97,6 +97,7 @@ def test_autoreload_brings_a_changed_module_to_the_ranks(shared: FrontEnd, tmp_p
     shared.run(f"%%controller\nfrom pathlib import Path\nmodule = Path({str(tmp_path)!r}) / 'reloaded_by_test.py'")
     shared.run("%%controller\nmodule.write_text('answer = 1')")
     shared.run(f"import sys\nsys.dont_write_bytecode = True\nsys.path.insert(0, {str(tmp_path)!r})")
+    assert shared.run("%autoreload 2").traceback.endswith("\n%load_ext autoreload brings it")
     assert shared.run("%load_ext autoreload\n%autoreload 2\nimport reloaded_by_test").status == "ok"
     shared.run("%%controller\nmodule.write_text('answer = 42')")
     try:
@@ -497,7 +498,6 @@ def test_a_magic_with_a_typo_is_one_line_and_the_name_that_was_meant(shared: Fro
         cell = shared.run(source)
         assert cell.traceback.count("UsageError") == 1
         assert cell.traceback.endswith(f"\ndid you mean {meant}?")
-    assert shared.run("%autoreload 2").traceback.endswith("\n%load_ext autoreload brings it")
 
 
 def test_an_error_of_meshbooks_in_a_controller_cell_shows_the_users_lines_alone(shared: FrontEnd) -> None:
