@@ -150,7 +150,7 @@ def test_a_value_that_does_not_reach_one_machine_fails_the_call_on_all(mesh: Mes
     resource.prlimit(agent, resource.RLIMIT_NOFILE, (lowest_free, limits[1]))  # no descriptor is left for the memory
     try:
         with pytest.raises(CellError, match="did not reach all machines, so the call was run on none") as raised:
-            mesh.push(large=np.ones(3 << 20))
+            mesh.push(large=np.ones(1 << 17))  # of a size for which there is no memory that is free again
         assert raised.value.failures[0].ranks == (0, 1, 2, 3)
     finally:
         resource.prlimit(agent, resource.RLIMIT_NOFILE, limits)

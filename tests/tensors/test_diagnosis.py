@@ -122,7 +122,8 @@ def test_of_a_recorded_step_the_operation_is_told_in_which_the_ranks_are(mesh: M
 
 def test_lines_of_a_notebooks_cells_bear_the_cells_numbers(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("IPython")
-    shell = SimpleNamespace(compile=SimpleNamespace(_filename_map={"/tmp/ipykernel_7/123.py": 12}))
+    names = SimpleNamespace(_filename_map={"/tmp/ipykernel_7/123.py": 12})
+    shell = SimpleNamespace(compile=names, displayhook=SimpleNamespace(prompt_count=12))
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: shell)
     space = {"x": distribute(torch.ones(6, 6), mesh, sharding_spec=["dp"])}
     code = compile("\ny = (x @ x.t()).sum()", "/tmp/ipykernel_7/123.py", "exec")

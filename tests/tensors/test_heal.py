@@ -20,6 +20,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from tests.budget import when
 from tests.controller.test_heal import kill
+from tests.host_processes import keeper_of
 from tests.tensors import models
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -65,8 +66,7 @@ def test_tensors_live_on_when_a_host_was_killed_with_its_rank() -> None:
     with create_mesh({"dp": 2}, num_hosts=2) as mesh:
         x = meshbook.distribute(torch.arange(6.0).reshape(2, 3), mesh)
         assert x.sum().item() == 15
-        host = mesh.run("__import__('psutil').Process().parent().ppid()", ranks=(1,), echo=False).values[1]
-        os.kill(host, signal.SIGKILL)
+        os.kill(keeper_of(mesh.name, 1), signal.SIGKILL)
         when(lambda: 1 in mesh.session.lost)
         mesh.heal()
         equal_on_all_ranks(x + 1, torch.arange(6.0).reshape(2, 3) + 1)

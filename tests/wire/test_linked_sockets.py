@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,9 +26,15 @@ class Ends:
         socket.bind(address)
         self.router = LinkedRouter(self.loop, socket, self._on_message, self._on_hello, handover=True)
         self.acts = True
-        self.dealer = LinkedDealer(self.context, address, b"dealer", act=lambda send: self.acts and send())
+        self.num_logged = 0  # actions that a standby is to take too
+        self.dealer = LinkedDealer(self.context, address, b"dealer", act=self._act)
         self.dealer.introduce(HELLO)
         self.turn_until(lambda: self.hellos)
+
+    def _act(self, send: Callable[[], object], *, logged: bool = True) -> None:
+        self.num_logged += logged
+        if self.acts:
+            send()
 
     def _on_message(self, identity: bytes, body: bytes) -> None:
         self.up.append(body)
@@ -74,3 +80,11 @@ def test_a_dealer_in_another_process_gets_and_sends_what_was_lost_while_its_form
     ends.turn_until(lambda: len(ends.up) >= 3 and len(ends.down) >= 2)
     assert (ends.up, ends.down) == ([b"1", b"2", b"3"], [b"first", b"second"])
     former.close(linger=0)
+
+
+def test_that_much_data_is_acknowledged_is_no_action_of_a_standby_which_has_it_without_its_bytes(ends: Ends) -> None:
+    before = ends.num_logged
+    ends.router.send(b"dealer", bytes(3 << 20))
+    ends.turn_until(lambda: ends.down)
+    assert ends.num_logged == before
+    assert not ends.dealer._link.owes_acknowledgement
