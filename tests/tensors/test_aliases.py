@@ -49,13 +49,12 @@ CHANGES: dict[str, Callable[[Any, float], Any]] = {
     "data": lambda x, number: x.data.add_(number),
 }
 
-# A tensor that becomes another: its views stay those of what it was.
+# A tensor that becomes another: its views stay those of what it was. Not by `x.data = other`, which writes into what a
+# name of the ranks refers to.
 BECOMES: dict[str, Callable[[Any, Any], Any]] = {
     "unsqueeze_": lambda x, other: x.unsqueeze_(0) if x.dim() < 3 else None,
     "squeeze_": lambda x, other: x.squeeze_(),
     "t_": lambda x, other: x.t_() if x.dim() == 2 else None,
-    "data of": lambda x, other: setattr(x, "data", other),
-    "rows of": lambda x, other: setattr(x, "data", other[1:3]) if other.dim() and other.shape[0] > 3 else None,
 }
 
 
