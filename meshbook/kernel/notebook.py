@@ -86,9 +86,8 @@ class Notebook:
 
     def run_shown(self, magic: str, arguments: str) -> None:
         """Run a line magic and display its value, for `transform.ShowMeshMagics`."""
-        value = self.shell.run_line_magic(
-            magic, arguments, _stack_depth=2
-        )  # of the user's frame, for `%mesh pull $name`
+        user_frame = 2  # whose names `%mesh pull $name` may take
+        value = self.shell.run_line_magic(magic, arguments, _stack_depth=user_frame)
         if value is not None:
             display(value)  # type: ignore[no-untyped-call]
 
