@@ -83,9 +83,11 @@ Reply = str | Callable[[RunningDebugger], str | None] | None
 class Dialogue:
     """A debugger with replies that were thought of before; None leaves it, a function does something first."""
 
-    def __init__(self, mesh: Mesh, ranks: tuple[int, ...], *replies: Reply) -> None:
+    def __init__(
+        self, mesh: Mesh, ranks: tuple[int, ...], *replies: Reply, notes: list[str] | None = None
+    ) -> None:
         self.prompts: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if notes is None else notes
         self._replies = list(replies)
         call = find_running(mesh.session, ranks)
         console = Console(call.ranks, echo=False)
@@ -267,13 +269,16 @@ def test_quitting_ends_the_cell_also_on_a_rank_that_stops_meanwhile(
 
 def test_a_stop_of_the_cell_ends_the_debugger(mesh: Mesh) -> None:
     future = begin(mesh, LOOP, at="sleep(0.01)")
+    notes: list[str] = []
 
     def stop(_debugger: RunningDebugger) -> str:
         mesh.interrupt()
-        when(future.done)
+        future.exception(WAIT_S)
+        when(lambda: notes)  # the debugger hears of the end by a message of its own
         return ""
 
-    assert Dialogue(mesh, (0, 1), stop).notes[0] == "the cell has ended; press Enter"
+    Dialogue(mesh, (0, 1), stop, notes=notes)
+    assert notes[0] == "the cell has ended; press Enter"
     check_groups(mesh)
 
 

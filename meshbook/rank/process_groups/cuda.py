@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -17,24 +16,54 @@ from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 
 _prepared_rings: weakref.WeakSet[CollectiveRing] = weakref.WeakSet()
 
-# Events to use again: to destroy one may wait for the device.
-_free_events: collections.deque[Any] = collections.deque(maxlen=1024)
+# The streams of torch by what identifies them: to make the object of the current one takes microseconds.
+_streams: dict[tuple[int, int, int], Any] = {}
 
 # cudaStreamCaptureModeRelaxed: this thread's calls do not invalidate the graph that another thread captures.
 _RELAXED = 2
 
 
+class SlotEvent:
+    """The event of one slot of the ring, which the collectives that come to have the slot record one after the other.
+
+    So a loop of any length makes as many events as the ring has slots, and destroys none: both may wait for the device.
+    """
+
+    __slots__ = ("event", "seq")
+
+    def __init__(self) -> None:
+        self.event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.seq = 0
+
+    def is_complete(self, seq: int) -> bool:
+        """Whether collective `seq` is over: its event was reached, or belongs to a later one by now. Any thread."""
+        return self.seq != seq or self.event.query()
+
+
 def finish_on_stream(ring: CollectiveRing, record: Collective) -> None:
     """Mark the collective as finished once the device has completed all work now on the current stream."""
+    seq = record.seq
     if torch.cuda.is_current_stream_capturing():
         ring.finish(record)  # a graph under capture runs nothing, and its events cannot be queried
         return
-    try:
-        event = _free_events.pop()
-    except IndexError:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    ring.set_completion_check(record, functools.partial(_is_complete, event), on_device=True)
+    slot = ring.slot_events.get(seq % ring.size)
+    if slot is None:
+        slot = ring.slot_events[seq % ring.size] = SlotEvent()
+    if seq < slot.seq:
+        ring.finish(record)  # it was waited for so late that the ring has forgotten it
+        return
+    slot.seq = seq  # first: a reader of the earlier collective must not ask for the end of this one
+    slot.event.record(_current_stream())
+    ring.set_completion_check(record, functools.partial(slot.is_complete, seq), on_device=True)
+
+
+def _current_stream() -> Any:
+    """Return `torch.cuda.current_stream()`."""
+    identity = torch._C._cuda_getCurrentStream(torch.cuda.current_device())  # as that function finds it
+    stream = _streams.get(identity)
+    if stream is None:
+        stream = _streams[identity] = torch.cuda.current_stream()
+    return stream
 
 
 def prepare_queries(ring: CollectiveRing) -> None:
@@ -43,13 +72,6 @@ def prepare_queries(ring: CollectiveRing) -> None:
         _prepared_rings.add(ring)
         count_captures(ring)
         ring.run_device_queries = _make_queries(torch.cuda.current_device()).run
-
-
-def _is_complete(event: Any) -> bool:
-    if not event.query():
-        return False
-    _free_events.append(event)
-    return True
 
 
 def _make_queries(device: int) -> DeviceQueries:

@@ -250,6 +250,7 @@ class CollectiveRing:
             another thread would invalidate a capture.
         run_device_queries: runs a function that queries the device's driver; returns also when the driver does not
             answer, and then the collectives count as running.
+        slot_events: by slot, the device's event for the end of the collective that has it; see `cuda`.
 
     Args:
         size: how many are stored.
@@ -281,6 +282,7 @@ class CollectiveRing:
         self._last: Collective | None = None
         self.num_captures = 0
         self.run_device_queries: Callable[[Callable[[], None]], None] = lambda queries: queries()
+        self.slot_events: dict[int, Any] = {}
         self._device_error: str | None = None  # the driver's error, which all later queries would return
         self._main_thread = threading.main_thread().ident
         # Other threads that have begun a collective. Not their identifiers, which later threads get again: a callback
