@@ -83,9 +83,7 @@ Reply = str | Callable[[RunningDebugger], str | None] | None
 class Dialogue:
     """A debugger with replies that were thought of before; None leaves it, a function does something first."""
 
-    def __init__(
-        self, mesh: Mesh, ranks: tuple[int, ...], *replies: Reply, notes: list[str] | None = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, ranks: tuple[int, ...], *replies: Reply, notes: list[str] | None = None) -> None:
         self.prompts: list[str] = []
         self.notes: list[str] = [] if notes is None else notes
         self._replies = list(replies)
@@ -342,13 +340,15 @@ def test_a_rank_that_is_killed_meanwhile_is_named_and_the_cell_ends() -> None:
         future = begin(mesh, LOOP, at="sleep(0.01)")
         pid = mesh.status().ranks[1].pid
         assert pid is not None
+        notes: list[str] = []
 
         def kill(_debugger: RunningDebugger) -> str:
             os.kill(pid, signal.SIGKILL)
-            when(future.done)
+            future.exception(WAIT_S)
+            when(lambda: notes)  # the debugger hears of it by a message of its own
             return ""
 
-        notes = Dialogue(mesh, (0, 1), kill).notes
+        Dialogue(mesh, (0, 1), kill, notes=notes)
         assert notes[0].startswith("rank 1 was killed by SIGKILL")
         with pytest.raises(RankLost):
             future.result(WAIT_S)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from meshbook.clock import monotonic, sleep
 from meshbook.diagnose.source_files import library_of
+from meshbook.ids import CallId
 from meshbook.rank.call_state import CallState
 from meshbook.rank.cells.debugger import CellTitle, describe_place, innermost_user_frame
 from meshbook.rank.cells.no_terminal import TerminalReplacement
@@ -35,6 +36,8 @@ _RETRY_S: Final = 0.01
 # ... and between signals as long as the request stands, whatever became of the former ones.
 _REPEAT_S: Final = 0.5
 _LINES_S: Final = 0.1
+# ... and until a call has begun that is queued here: it may have been taken out of the queue.
+_BEGINS_S: Final = 30.0
 # Where a rank waits for a collective: no lock is held there.
 _WAIT_FUNCTION: Final = "_wait_slice_by_slice"
 
@@ -65,24 +68,29 @@ class StopRequests:
     # ---- the service thread
 
     def request(self, command: StopInDebugger) -> DebuggerPlace:
-        """Have the main thread stop in the debugger, if it still runs this call."""
-        if self._state.running_call_id != command.target:
+        """Have the main thread stop in the debugger, if it runs this call or will."""
+        has_begun = self._state.has_begun(command.target)
+        if has_begun and self._state.running_call_id != command.target:
             return DebuggerPlace(problem="has ended its part of it")
-        if self._user_input.is_waiting:
+        if has_begun and self._user_input.is_waiting:
             return DebuggerPlace(problem="waits for somebody to type already")
         trace = sys.modules.get("debugpy")
         if trace is not None and trace.is_client_connected():
             return DebuggerPlace(problem="is in the hands of a debugger at its debugpy port")
-        frame = innermost_user_frame(sys._current_frames().get(self._main_thread))
-        place = "" if frame is None else describe_place(frame, frame.f_lineno, self._cell_title)
-        running = [one for one in self._ring.snapshot() if one.t_end is None]
-        inside = f"{running[-1].op} #{running[-1].group_seq}" if running else ""
+        place = self._where() if has_begun else DebuggerPlace(inside="what it runs before it")
         self._user_input.debugged_call = command.target
         self._requested_at, self._seeks_line = monotonic(), False
         self._postponed.clear()
         self._send_signal()
         with contextlib.suppress(RuntimeError):  # no memory for a thread
-            _thread.start_new_thread(self._repeat, (self._requested_at,))
+            _thread.start_new_thread(self._repeat, (self._requested_at, command.target))
+        return place
+
+    def _where(self) -> DebuggerPlace:
+        frame = innermost_user_frame(sys._current_frames().get(self._main_thread))
+        place = "" if frame is None else describe_place(frame, frame.f_lineno, self._cell_title)
+        running = [one for one in self._ring.snapshot() if one.t_end is None]
+        inside = f"{running[-1].op} #{running[-1].group_seq}" if running else ""
         return DebuggerPlace(place=place, inside=inside)
 
     def leave(self, command: LeaveDebugger) -> None:
@@ -90,10 +98,13 @@ class StopRequests:
         if self._user_input.debugged_call == command.target:
             self._user_input.debugged_call = self._requested_at = None
 
-    def _repeat(self, requested_at: float) -> None:
+    def _repeat(self, requested_at: float, call: CallId) -> None:
         """Send the signal again: Python does not see one that comes just before it waits for a lock, until the next."""
         sleep(_REPEAT_S)
         while self._requested_at == requested_at:
+            if not self._state.has_begun(call) and monotonic() - requested_at > _BEGINS_S:
+                self._requested_at = None
+                return
             self._send_signal()
             sleep(_REPEAT_S)
 
@@ -110,8 +121,10 @@ class StopRequests:
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if self._requested_at is None or self._is_stopped or os.getpid() != self._pid:
             return
-        if self._state.running_call_id != self._user_input.debugged_call:
-            self._requested_at = None
+        call = self._user_input.debugged_call
+        if self._state.running_call_id != call:
+            if call is None or self._state.has_begun(call):
+                self._requested_at = None
             return
         user_frame = innermost_user_frame(frame) if self._gate.is_armed else None
         is_late = monotonic() - self._requested_at > _LINES_S
