@@ -241,6 +241,8 @@ class SnapshotCollector:
         if not self._py_spy_slots.acquire(timeout=_TIMEOUT_S):  # the request has ended by now
             return
         try:
+            if call not in self._pending:  # answered while this waited: by the rank itself, or without it
+                return
             found = procfs.dump_python_stacks(pid, _PY_SPY_TIMEOUT_S)
             self._read_run_times(call, rank, pid)
             self._results.put((call, rank, found))
