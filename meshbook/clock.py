@@ -26,7 +26,8 @@ __all__ = [
     "wall",
 ]
 
-# A factor for how long a line waits for other ranks to print it too: for a machine that others share.
+# A factor for what depends on how far ranks are apart, for a machine that others share: how long a line waits for other
+# ranks to print it too, and how long ranks have after each action of a Stop (`wire.stop_timing`).
 STRETCH = float(os.environ.get("MESHBOOK_STRETCH", "1"))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.budget import PATIENCE, WAIT_S
+from tests.budget import WAIT_S
 from tests.cluster.bed import Bed, why_no_bed, why_no_slurm
 from tests.cluster.ray_bed import RayOnBed
 from tests.gate import Gate
@@ -315,11 +315,9 @@ def starts_processes(run: Run) -> None:
 
 @pytest.fixture(scope="session")
 def starts_meshes(starts_processes: None, run: Run) -> Iterator[None]:
-    """Meshes, whose ranks may print the same line some time apart (`PATIENCE`)."""
-    os.environ["MESHBOOK_STRETCH"] = str(PATIENCE)
+    """Meshes."""
     with fork_server(run):
         yield
-    del os.environ["MESHBOOK_STRETCH"]
 
 
 @pytest.fixture(scope="session")

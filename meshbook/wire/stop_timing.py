@@ -38,13 +38,16 @@ INTERRUPT_DEBOUNCE_S count as one.
 
 Other waits for ranks: the survivors of a lost rank have ABANDON_AFTER_S. A collective that failed because a peer exited
 waits for the supervisor's message with the cause; after ASK_REASON_AFTER_S it asks whether there will be one. This
-module knows no processes and no messages.
+module knows no processes and no messages. On a machine that others share, `MESHBOOK_STRETCH` gives ranks more time for
+each action to take effect (`clock.STRETCH`).
 """
 
 from __future__ import annotations
 
 import signal
 from typing import Final
+
+from meshbook.clock import STRETCH
 
 # What a host sends a rank to interrupt it. Not SIGINT: user code may handle that, and would be called each time. Linux
 # itself sends this signal to nobody. It must be handled before SIGSTOP, by a rank that stops itself again and again, so
@@ -65,26 +68,26 @@ SIGINT_DEBOUNCE_S: float = 0.5
 WAIT_SLICE_S: Final = 0.1
 # Longer than WAIT_SLICE_S and the user's own clean-up code usually take, and short enough that Stop on a stuck
 # collective is over within a second.
-ABORT_AFTER_S: Final = 0.3
+ABORT_AFTER_S: Final = 0.3 * STRETCH
 # A device may have healthy work in its queue, whose collectives take milliseconds. With ABORT_AFTER_S it must be well
 # below STUCK_AFTER_S.
-DEVICE_STUCK_S: Final = 0.5
+DEVICE_STUCK_S: Final = 0.5 * STRETCH
 # A command has this long to end after Stop's SIGINT.
-COMMAND_GRACE_S: Final = 0.3
+COMMAND_GRACE_S: Final = 0.3 * STRETCH
 # Longer than all of the above; the guarantee is that within 3 s the cell has ended or names the ranks that do not
 # return.
-STUCK_AFTER_S: Final = 2.0
+STUCK_AFTER_S: Final = 2.0 * STRETCH
 # Commands sent after a Stop wait this long for the ranks that have not returned from it; commands to such a rank itself
 # wait until it has.
 HOLD_COMMANDS_S: Final = STUCK_AFTER_S
-KILL_AFTER_S: Final = 1.0
+KILL_AFTER_S: Final = 1.0 * STRETCH
 # Less than GIVE_UP_AFTER_S.
-KILL_STARVED_AFTER_S: Final = KILL_AFTER_S + 1.5
-GIVE_UP_AFTER_S: Final = KILL_AFTER_S + 2.0
+KILL_STARVED_AFTER_S: Final = KILL_AFTER_S + 1.5 * STRETCH
+GIVE_UP_AFTER_S: Final = KILL_AFTER_S + 2.0 * STRETCH
 # The survivors of a lost rank have this long before their call ends without them: the guarantee is 2 s.
-ABANDON_AFTER_S: Final = 1.5
+ABANDON_AFTER_S: Final = 1.5 * STRETCH
 # When a rank dies or its sockets are shut down, its peers' connections close at once; the supervisor's message with the
 # cause arrives some milliseconds later. If it has not come after this time, the peer asks.
-ASK_REASON_AFTER_S: Final = 1.0
+ASK_REASON_AFTER_S: Final = 1.0 * STRETCH
 # Against a supervisor that does not answer at all: it stands still, or has ended and its ranks are about to.
 REASON_TIMEOUT_S: Final = 30.0

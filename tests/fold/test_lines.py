@@ -213,9 +213,9 @@ def test_what_a_rank_said_before_it_was_done_is_not_lost(folder):
 
 def test_a_lone_ranks_lines_wait_each_for_itself(folder):
     folder.feed(0, [out("a\nb\n")], 0.0)
-    folder.feed(0, [out("c\n")], 0.05)
-    assert said(folder.flush(0.1)) == [((0,), "a"), ((0,), "b")]
-    assert said(folder.flush(0.151)) == [((0,), "c")]
+    folder.feed(0, [out("c\n")], 0.5 * MAX_AGE_S)
+    assert said(folder.flush(MAX_AGE_S)) == [((0,), "a"), ((0,), "b")]
+    assert said(folder.flush(1.51 * MAX_AGE_S)) == [((0,), "c")]
 
 
 def test_ranks_with_nothing_in_common_do_not_wait_for_each_other_for_ever(folder):
@@ -233,9 +233,9 @@ def test_a_rank_that_went_on_is_not_waited_for(folder):
 def test_of_lines_without_a_partner_the_older_goes_first(folder):
     folder.feed(1, [out("from one\n")], 0.0)
     folder.feed(0, [out("from zero\n")], 0.01)
-    assert folder.flush(0.05) == []  # either might still say the other's line
-    assert said(folder.flush(0.1)) == [((1,), "from one")]
-    assert said(folder.flush(0.11)) == [((0,), "from zero")]
+    assert folder.flush(0.5 * MAX_AGE_S) == []  # either might still say the other's line
+    assert said(folder.flush(MAX_AGE_S)) == [((1,), "from one")]
+    assert said(folder.flush(MAX_AGE_S + 0.01)) == [((0,), "from zero")]
 
 
 def test_a_late_rank_is_not_taken_for_one_that_is_a_step_ahead():
@@ -419,7 +419,7 @@ def test_a_live_line_moves_at_most_ten_times_a_second(lone):
 
 def test_a_live_line_that_stands_still_is_not_repeated(lone):
     lone.feed(0, [out("\r50%")], 0.0)
-    assert live(lone.flush(0.1)) == [((0,), "50%")]
+    assert live(lone.flush(MAX_AGE_S)) == [((0,), "50%")]
     assert lone.next_deadline() is None
     assert lone.flush(5.0) == []
     lone.feed(0, [out("\r50%")], 5.0)
@@ -449,8 +449,8 @@ def test_the_last_state_of_a_live_line_is_shown_though_nothing_follows(lone):
 def test_a_line_that_is_slow_to_end_is_live_until_it_does(folder):
     for rank in range(2):
         folder.feed(rank, [out("loading...")], 0.0)
-    assert folder.flush(0.05) == []
-    assert live(folder.flush(0.1)) == [((0, 1), "loading...")]
+    assert folder.flush(0.5 * MAX_AGE_S) == []
+    assert live(folder.flush(MAX_AGE_S)) == [((0, 1), "loading...")]
     for rank in range(2):
         folder.feed(rank, [out(" done\n")], 3.0)
     assert said(folder.flush(3.0)) == [((0, 1), "loading... done")]
@@ -469,32 +469,34 @@ def test_a_bar_whose_cell_ends_is_an_ordinary_line(lone):
 
 def test_live_lines_come_after_what_was_said_before_them(folder):
     folder.feed(0, [out("before\n\r50%")], 0.0)
-    assert folder.flush(0.05) == []
-    items = folder.flush(0.1)
+    assert folder.flush(0.5 * MAX_AGE_S) == []
+    items = folder.flush(MAX_AGE_S)
     assert [(item.text, item.live) for item in items] == [("before", False), ("50%", True)]
 
 
 def test_a_bar_that_leaves_the_others_is_told_apart_from_them(folder):
     for rank in range(2):
         folder.feed(rank, [out("\r50%")], 0.0)
-    assert live(folder.flush(0.1)) == [((0, 1), "50%")]
-    folder.feed(0, [out("\r100%\nnext\n")], 0.2)
+    assert live(folder.flush(MAX_AGE_S)) == [((0, 1), "50%")]
+    folder.feed(0, [out("\r100%\nnext\n")], 2 * MAX_AGE_S)
     folder.rank_done(0)
-    folder.feed(1, [], 0.2)
-    assert live(folder.flush(0.35)) == [((1,), "50%")]  # shown again: the ordinary lines took the shared one away
+    folder.feed(1, [], 2 * MAX_AGE_S)
+    assert live(folder.flush(3.5 * MAX_AGE_S)) == [
+        ((1,), "50%")
+    ]  # shown again: the ordinary lines took the shared one away
 
 
 def test_a_bar_that_was_wiped_is_shown_as_wiped(lone):
     lone.feed(0, [out("\r50%")], 0.0)
-    lone.flush(0.1)
-    lone.feed(0, [out("\r    \r")], 0.2)
-    assert live(lone.flush(0.2)) == [((0,), "")]
+    lone.flush(MAX_AGE_S)
+    lone.feed(0, [out("\r    \r")], 2 * MAX_AGE_S)
+    assert live(lone.flush(2 * MAX_AGE_S)) == [((0,), "")]
     assert lone.flush(0.5, final=True) == []
 
 
 def test_a_bar_goes_on_below_a_display(lone):
     lone.feed(0, [out("\r50%"), figure("A"), out("\r60%")], 0.0)
-    items = lone.flush(0.1)
+    items = lone.flush(MAX_AGE_S)
     assert items == [RankDisplay((0,), figure("A")), Line((0,), "stdout", "60%", live=True)]
 
 

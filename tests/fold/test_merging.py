@@ -182,11 +182,11 @@ def test_live_lines_of_hosts_are_one():
     for host, folder in folders.items():
         for rank in TWO_HOSTS[host]:
             folder.feed(rank, [Text("stderr", f"\r{10 + rank}%|{'#' * rank}| {10 + rank}/100")], 0.0)
-        merger.feed(host, sent(folder.flush(0.1)), 0.1)
-    assert live(merger.flush(0.1)) == [((0, 1, 2, 3), "10…13%|| 10…13/100")]
+        merger.feed(host, sent(folder.flush(MAX_AGE_S)), MAX_AGE_S)
+    assert live(merger.flush(MAX_AGE_S)) == [((0, 1, 2, 3), "10…13%|| 10…13/100")]
     assert merger.next_deadline() is None
-    folders[1].feed(3, [Text("stderr", "\r50%|##| 50/100")], 0.2)
-    merger.feed(1, sent(folders[1].flush(0.2)), 0.2)
+    folders[1].feed(3, [Text("stderr", "\r50%|##| 50/100")], 2 * MAX_AGE_S)
+    merger.feed(1, sent(folders[1].flush(2 * MAX_AGE_S)), 2 * MAX_AGE_S)
     again = merger.flush(merger.next_deadline())
     assert live(again) == [((0, 1, 2, 3), "10…12% (rank 3: 50)|| 10…12 (rank 3: 50)/100")]
 

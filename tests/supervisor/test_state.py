@@ -14,6 +14,7 @@ from meshbook.supervisor import effects as s
 from meshbook.supervisor.state import MeshState
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome, OutcomeGroup
+from meshbook.wire.stop_timing import ABANDON_AFTER_S
 from tests.positions import position
 
 T = TypeVar("T")
@@ -201,7 +202,7 @@ def test_a_call_that_lost_a_rank_says_which_in_its_end(busy: World) -> None:
 
 def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_came_to_is_told(busy: World) -> None:
     alarm = steps_of(busy.kill(2), s.SetTimer)[0]
-    assert alarm.delay_s < 2.0
+    assert alarm.delay_s == ABANDON_AFTER_S
     (conclude,) = messages_of(busy.state.timer_fired(alarm.name, alarm.delay_s), messages.EndCall)
     assert conclude.call == "c1"
     line = messages.Line(ranks=(0,), stream="stdout", text="saved")
