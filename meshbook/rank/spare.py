@@ -23,7 +23,9 @@ from meshbook.rank.imported_modules import PRELOADED_MODULES
 from meshbook.wire import spawn
 
 # What `rank/main` sets for a rank.
-_RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+_RANK_VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
+)
 
 _GONE = (-1, -1)  # the stamp of a file that is not there
 _MAX_FAILED = 20  # modules that are reported with why

@@ -33,6 +33,11 @@ def test_what_the_ranks_start_with(mesh: Mesh) -> None:
     assert mesh.run(source).values[3] == (3, 3, 4, "cpu", ("dp", "tp"), (2, 2), "gloo")
 
 
+def test_libraries_take_a_rank_for_a_process_of_torchrun_and_not_for_a_prompt(mesh: Mesh) -> None:
+    source = "import os, sys; (dist.is_torchelastic_launched(), os.environ['GROUP_RANK'], hasattr(sys, 'ps1'))"
+    assert mesh.run(source).values.same() == (True, "0", False)
+
+
 def test_a_cell_on_some_ranks_leaves_the_others_alone(mesh: Mesh) -> None:
     mesh.run("where = 'nowhere'")
     mesh.run("where = 'here'", ranks="1,3")

@@ -99,6 +99,9 @@ class RankShell(InteractiveShell):
     # -----------------------------------------------------------------------------------------------------------------
     # Construction: replaces what InteractiveShell does with files and terminals
 
+    def init_prompts(self) -> None:
+        """Leave `sys.ps1` unset: a rank is a process of a job, and libraries that find a prompt refuse to run there."""
+
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         """Create no folder: a rank stores nothing on disk."""
 
