@@ -650,21 +650,6 @@ def test_a_step_is_replaced_only_if_asked(mesh: Mesh, tmp_path: Path) -> None:
     assert same(mesh, "x") == 2
 
 
-def test_one_rank_loads_for_itself_without_the_others(
-    mesh: Mesh, saved: tuple[Path, dict[str, torch.Tensor], float]
-) -> None:
-    mesh.run(MODEL + PLAIN.format(seed=9, lr=0.7))
-    folder = str(saved[0] / "step-00000800")
-    mesh.run(
-        "from meshbook.rank.checkpoints.rank_checkpoints import RankCheckpoints\n"
-        "_alone = RankCheckpoints(rank, world_size, 'cpu', globals(), generation=lambda: 1, report=print)\n"
-        f"if rank == 1: _alone.restore_here({folder!r}, ('model',))"
-    )
-    found = mesh.run("model[0].weight.detach().clone()", echo=False).values
-    assert torch.equal(found[1], saved[1]["0.weight"])
-    assert not torch.equal(found[0], saved[1]["0.weight"])
-
-
 @pytest.mark.numbers
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_kill_9_at_a_random_moment_of_a_save_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:

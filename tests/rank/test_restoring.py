@@ -56,7 +56,7 @@ class OneRank:
         return checkpoint_folders.commit(folder, manifest, overwrite=False)
 
     def restore(self, folder: Path) -> None:
-        self.checkpoints.restore_here(str(folder))
+        self.checkpoints.restore(messages.RestoreCheckpoint("a-2", (0,), str(folder)))
 
 
 @pytest.fixture

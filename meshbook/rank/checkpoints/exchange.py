@@ -88,13 +88,6 @@ class Exchange:
         return found
 
 
-class SoloExchange(Exchange):
-    """The same, of a rank that acts alone: no collectives."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-
-
 def raise_errors(answers: Sequence[Answer[Any]]) -> None:
     """Raise one CheckpointError for what the ranks that failed say; equal errors once."""
     ranks_by_error: dict[str, list[int]] = {}

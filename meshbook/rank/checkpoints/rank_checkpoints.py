@@ -20,7 +20,7 @@ import torch
 from meshbook.clock import perf_counter
 from meshbook.ids import CallId
 from meshbook.rank.checkpoints import planning, restoring, writing
-from meshbook.rank.checkpoints.exchange import Exchange, SoloExchange
+from meshbook.rank.checkpoints.exchange import Exchange
 from meshbook.rank.checkpoints.named_state import NamedState, read_state
 from meshbook.rank.checkpoints.staging import StagingBuffers
 from meshbook.wire import checkpoint_folders, messages, processes
@@ -142,16 +142,9 @@ class RankCheckpoints:
             CheckpointError: it does not fit what the names hold, or is damaged; nothing has been changed.
         """
         exchange = Exchange(self._rank, self.world_size)
-        return self._restore(command.folder, command.names, exchange)
-
-    def restore_here(self, folder: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Load a checkpoint on this rank alone, without collectives. Raises as `restore`."""
-        return self._restore(folder, names, SoloExchange())
-
-    def _restore(self, folder: str, names: tuple[str, ...], exchange: Exchange) -> dict[str, Any]:
         with torch.no_grad():
             restore = restoring.Restore(
-                folder, names, self._namespace, exchange, rank=self._rank, world_size=self.world_size
+                command.folder, command.names, self._namespace, exchange, rank=self._rank, world_size=self.world_size
             )
             return restore.run(torch.device(self._device))
 
