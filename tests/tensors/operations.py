@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ class Operation:
         exact: equal to plain torch bit for bit wherever no sum is taken in another order.
         kind: of the operands' numbers.
         grads: floats have gradients, which are compared too.
-        refused: layouts in which it is refused, with a way round.
     """
 
     run: Callable[..., Any]
@@ -32,7 +31,6 @@ class Operation:
     exact: bool = False
     kind: str = "normal"  # "positive", "index" (ints below 4), "mask"
     grads: bool = True
-    refused: frozenset[str] = field(default=frozenset())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,16 +154,6 @@ def repeated_products(x: Tensor) -> Tensor:
 def pair(*shape: int) -> tuple[tuple[int, ...], ...]:
     return (shape, shape)
 
-
-def layouts(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
-
-S0, S1 = (
-    layouts("shard 0", "shard 0 x whole", "shard 0 x shard 1"),
-    layouts("shard 1", "whole x shard 1", "shard 0 x shard 1"),
-)
-CUT = S0 | S1
 
 OPERATIONS: dict[str, Operation] = {
     # ---- element by element
