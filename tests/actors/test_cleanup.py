@@ -10,7 +10,6 @@ import itertools
 import logging
 import operator
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -483,13 +482,6 @@ def test_memory_goes_back_where_the_caller_has_gone_before_its_answer_was_packed
     assert local_transport().payloads.pool.used_bytes > LARGE_BYTES
     local_transport().reply(peer, messages.ActorReply(1, plain, payload))
     assert local_transport().payloads.pool.used_bytes == 0
-
-
-def test_one_actor_picked_at_random_answers_through_its_port(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = procs.spawn("picked", Counter)
-    for place in range(3):
-        monkeypatch.setattr(random, "choice", operator.itemgetter(place))
-        assert counters.later.choose().get(WAIT_S) == place
 
 
 def test_a_spawn_that_fails_in_one_process_leaves_nothing_in_the_others(procs: ProcMesh) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from meshbook.actors import unhandled_faults
 from meshbook.actors.procs import ProcMesh, this_host
 from meshbook.actors.runtime import exit_reasons
 from meshbook.actors.runtime import registry as lives
@@ -114,20 +112,6 @@ def _running(actor: Any) -> list[str]:
     return [method for row in lives.local_registry().status_rows() for method in [row["running"]] if method]
 
 
-def test_the_owner_is_told_and_what_it_handles_goes_no_further(
-    doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
-) -> None:
-    boss = procs.slice(gpus=0).spawn("boss", ParentActor, doomed, True)
-    assert boss.ask.call_one().get(WAIT_S) == [1, 1, 1]
-    boss.lose.call_one(1).get(WAIT_S)
-    when(lambda: boss.news.call_one().get(WAIT_S))
-    (report,) = boss.news.call_one().get(WAIT_S)
-    assert "rank 1 of 'staff' is lost" in report
-    assert "was killed by SIGKILL" in report
-    assert unhandled == []
-    boss.stop().get(WAIT_S)
-
-
 def test_what_an_owner_does_not_handle_goes_to_its_owner(
     doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
 ) -> None:
@@ -195,19 +179,6 @@ def test_by_default_a_failure_that_nobody_handles_stops_what_runs(where: str, by
     assert f"stopped by {by}" in done.stdout, done
     assert done.returncode == 0
     assert "is lost: its process" in done.stdout + done.stderr
-
-
-def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[MeshFailure] = []
-    door = type(sys)("meshbook.actor")
-    door.unhandled_fault_hook = heard.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "meshbook.actor", door)
-    counters = doomed.spawn("counters", Counter)
-    os.kill(_pids(counters)[0], signal.SIGKILL)
-    when(lambda: heard)
-    assert heard[0].mesh_name == "counters"
-    assert unhandled_faults.unhandled_fault_hook is not heard.append
-    assert counters.slice(gpus=1).add.call_one().get(WAIT_S) == 1
 
 
 def test_a_forked_child_does_not_hide_the_end_of_its_parent(doomed: ProcMesh, unhandled: list[MeshFailure]) -> None:

@@ -17,7 +17,6 @@ import pytest
 from meshbook import create_mesh
 from tests.budget import WAIT_S, when
 from tests.cli.commands import CommandResult, meshbook, read_until, terminal, typed
-from tests.gate import Gate
 from tests.kernel.frontend import has_exited, shows, strip_ansi
 
 pytestmark = pytest.mark.usefixtures("starts_kernels")
@@ -65,28 +64,6 @@ def test_attach_takes_up_a_mesh_and_leaves_it_running(run: object) -> None:
         assert "Attached to mesh attached-to with 2 ranks." in done.out
         assert re.search(r"Out\[1\]: \n\[0\] 5\n\[1\] 6\n", done.out)
         assert mesh.run("left").values.same() == 1
-
-
-def test_attach_says_which_cell_went_on_without_its_program_and_shows_its_output(run: object, gate: Gate) -> None:
-    with create_mesh(2, name="left-alone") as mesh:
-        program = (
-            "import os, meshbook\nmesh = meshbook.attach('left-alone')\n"
-            "mesh.run('if rank: print(\"alone\")', wait=False, echo=False)\n"
-            "os._exit(len(mesh.history()))"  # asked after the cell was sent
-        )
-        mesh.run(gate.wait, wait=False, echo=False)  # the cell of the program comes after it
-        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 2
-        when(lambda: len(mesh.status().clients) == 1)
-        gate.open()
-        when(lambda: mesh.history()[-1].status == "ok")
-        number = mesh.history()[-1].number
-        done = talk("attach", lines=[f"%mesh history {number}"])
-        assert re.search(
-            rf"cell {number} went on without the notebook: ended after .* its output \(1 line\): "
-            rf"%mesh history {number}\n",
-            done.out,
-        )
-        assert "[1] alone\n" in done.out
 
 
 def test_control_c_stops_the_ranks_and_the_next_cell_works(run: object) -> None:

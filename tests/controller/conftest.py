@@ -25,6 +25,13 @@ def mesh(shared_mesh: SharedMesh) -> Iterator[Mesh]:
     shared_mesh.check()
 
 
+@pytest.fixture(scope="module")
+def three(starts_meshes: None) -> Iterator[Mesh]:
+    """Ranks that a module's tests lose and heal."""
+    with create_mesh(3) as mesh:
+        yield mesh
+
+
 @pytest.fixture
 def pair(starts_meshes: None) -> Iterator[Mesh]:
     with create_mesh(2) as mesh:

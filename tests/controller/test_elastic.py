@@ -21,12 +21,6 @@ from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, se
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
 @pytest.fixture
 def mesh(three: Mesh) -> Iterator[Mesh]:
     # A loop that a failed test has left interrupted would be gone on with: it is found by the names of its state.

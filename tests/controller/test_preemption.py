@@ -35,27 +35,12 @@ steps
 STUCK = "print('at work')\nif rank: dist.all_reduce(torch.ones(1))\nelse:\n    import time\n    time.sleep(1000)"
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
-        yield mesh
-
-
 @pytest.fixture
 def mesh(three: Mesh) -> Iterator[Mesh]:
     """The shared mesh, without a plan; healed after the test."""
     three.on_preemption(grace_s=20)
     yield three
     three.heal()
-
-
-@pytest.fixture
-def pair() -> Iterator[Mesh]:
-    mesh = create_mesh(2)
-    try:
-        yield mesh
-    finally:
-        mesh.stop()
 
 
 def sigterm(mesh: Mesh, *ranks: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import textwrap
 import threading
 import time
@@ -18,10 +17,6 @@ from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
-
-
-def is_busy(mesh: Mesh, rank: int = 0) -> bool:
-    return mesh.status().ranks[rank].state == "busy"
 
 
 def test_a_cell_runs_on_every_rank_and_gives_every_ranks_value(mesh: Mesh) -> None:
@@ -164,13 +159,6 @@ def test_stop_ends_a_callback_that_keeps_its_rank_between_cells(mesh: Mesh, tmp_
     future.interrupt()
     future.exception(WAIT_S)  # the cell, which waited, may be stopped too
     assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
-
-
-def test_ctrl_c_in_the_script_stops_the_ranks(mesh: Mesh) -> None:
-    threading.Thread(target=lambda: (when(lambda: is_busy(mesh)), os.kill(os.getpid(), signal.SIGINT))).start()
-    with pytest.raises(CellInterrupted):
-        mesh.run("import time\ntime.sleep(1000)")
-    assert mesh.run("1").values.same() == 1
 
 
 def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(mesh: Mesh) -> None:

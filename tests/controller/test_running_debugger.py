@@ -280,13 +280,6 @@ def test_a_stop_of_the_cell_ends_the_debugger(mesh: Mesh) -> None:
     check_groups(mesh)
 
 
-def test_leaving_the_debugger_lets_the_ranks_go_on(mesh: Mesh, gate: Gate) -> None:
-    future = begin(mesh, gate.wait, at=gate.wait[:30])
-    assert Dialogue(mesh, (0, 1), None).notes == ["left the debugger; the cell goes on"]
-    gate.open()
-    future.result(WAIT_S)
-
-
 def test_a_breakpoint_stops_them_again_after_they_were_let_go(mesh: Mesh) -> None:
     future = begin(mesh, LOOP, at="sleep(0.01)")
     found = Dialogue(mesh, (0, 1), "b 3", "c", "cl 1", "done = True", "c")

@@ -240,15 +240,6 @@ def test_output_comes_while_the_cell_runs(shared: FrontEnd, gate: Gate) -> None:
     assert shared.wait(cell).stdout == "[0] early\n[0] late\n"
 
 
-def test_equal_lines_come_once_and_others_with_their_ranks(shared: FrontEnd) -> None:
-    code = "print('same')\nprint('one of them') if rank == 1 else None"
-    shared.run_until(code, lambda cell: cell.stdout == "same\n[1] one of them\n")
-
-
-def test_lines_that_differ_in_a_number_come_as_one_with_the_number_of_each_rank(shared: FrontEnd) -> None:
-    shared.run_until("print(f'loss {rank + 1}.5')", lambda cell: cell.stdout == "loss {1.5, 2.5}\n")
-
-
 def test_folding_can_be_limited_to_equal_lines_and_turned_off(shared: FrontEnd) -> None:
     cell = "print('same')\nprint(f'loss {rank + 1}.5')"
     assert "Equal lines" in shared.run("%mesh fold equal").stdout

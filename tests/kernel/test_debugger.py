@@ -267,10 +267,6 @@ def test_jupyters_own_debugger_which_would_see_the_kernel_alone_is_not_claimed(f
     assert "debugger" not in front.request("kernel_info_request", {})["supported_features"]
 
 
-def test_nothing_to_stop_is_said(front: FrontEnd) -> None:
-    assert "nothing runs on ranks 0-1" in front.run("%mesh debug").text
-
-
 def test_a_port_for_vs_code_is_opened_with_the_entry_that_attaches_and_cells_are_files(front: FrontEnd) -> None:
     front.run("def seen(): return 1")
     shown = front.run("%mesh debug 1 --dap").stdout

@@ -166,19 +166,10 @@ def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead(
         front.manager.shutdown_kernel()
 
 
-@pytest.mark.thorough
-def test_a_time_to_live_that_a_second_start_asks_for_counts() -> None:
+def test_an_orphaned_mesh_ends_after_the_time_to_live_that_the_last_start_asked_for() -> None:
     with kernel() as front:
         front.run("%mesh start -n 1")
         assert "is running already" in front.run("%mesh start -n 1 --ttl 1").stdout
-        pids = front.pids()
-        os.kill(front.pid, signal.SIGKILL)
-        when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
-
-
-def test_an_orphaned_mesh_ends_after_its_time_to_live() -> None:
-    with kernel() as front:
-        front.run("%mesh start -n 2 --ttl 1\nx = rank")
         pids = front.pids()
         os.kill(front.pid, signal.SIGKILL)
         when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("ddp", "fsdp", "tp", "plain")
-
 SETUP = """
 from torch import nn
 import torch.nn.functional as F
