@@ -157,7 +157,7 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
 # Queries
 
 
-def take_snapshots(session: Session, ranks: Ranks, *, with_stacks: bool = True) -> messages.SnapshotReply:
+def take_snapshots(session: Session, ranks: Ranks) -> messages.SnapshotReply:
     """Return what these ranks are doing now. Blocks, at most 3 s; milliseconds if all ranks reply.
 
     Ranks that reply are sampled from inside, the others from outside the process.
@@ -168,7 +168,7 @@ def take_snapshots(session: Session, ranks: Ranks, *, with_stacks: bool = True) 
     """
     session.check_attached()
     _check_not_listener_thread(session)
-    command = messages.TakeSnapshots(call=session.connection.next_call_id(), ranks=ranks, stacks=with_stacks)
+    command = messages.TakeSnapshots(call=session.connection.next_call_id(), ranks=ranks)
     try:
         reply: messages.SnapshotReply = session.connection.request(command).result(_REPLY_TIMEOUT_S)
     except TimeoutError:

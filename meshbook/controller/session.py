@@ -191,7 +191,7 @@ class Session:
     def request(self, command: Any, **handlers: Any) -> Future[Any]:
         """Send a command for ranks; the future resolves to its CallFinished."""
         self.check_attached()
-        if isinstance(command, messages.MAIN_THREAD_COMMANDS):
+        if isinstance(command, messages.MainThreadCommand):
             for before in self.before_call_hooks:
                 before()
         self.release_unused()

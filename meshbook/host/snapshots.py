@@ -217,10 +217,7 @@ class SnapshotCollector:
             ):
                 continue
             pending.inspected_outside.add(rank)
-            if pending.command.stacks:
-                self._run_in_thread(self._read_stacks, pending.command.call, rank, pid)
-            else:
-                pending.outside_stacks[rank] = (), None
+            self._run_in_thread(self._read_stacks, pending.command.call, rank, pid)
         self._finish_if_complete(pending)
 
     def _late(self, pending: _PendingSnapshots) -> None:
@@ -306,7 +303,7 @@ class SnapshotCollector:
         main = next((stack for stack in user_stacks if stack.is_main and stack.frames), None)
         file = main.frames[0].file if main is not None and target.is_cell else None
         lines = [frame.line for frame in main.frames if frame.file == file] if main is not None else []
-        if target.rank not in pending.outside_stacks and pending.command.stacks:
+        if target.rank not in pending.outside_stacks:
             problem = "it did not answer, and could not be looked at from outside within 2 s"
         health, (starved, looked_s) = self._health(target.rank), pending.starved(target.rank)
         return RankSnapshot(

@@ -38,7 +38,6 @@ class FinishedCall(NamedTuple):
     call: CallId
     label: str
     outcome: Outcome
-    ended_at: float  # monotonic
 
 
 class LeftCall(NamedTuple):
@@ -124,10 +123,10 @@ class CallState:
         with self._lock:
             self.release_error = self.release_error or cause
 
-    def ended(self, call: CallId, label: str, outcome: Outcome, *, now: float) -> None:
+    def ended(self, call: CallId, label: str, outcome: Outcome) -> None:
         """The call is about to be reported."""
         with self._lock:
-            self.finished = FinishedCall(call, label, outcome, now)
+            self.finished = FinishedCall(call, label, outcome)
             cause = departures.describe_leave_reason(self._rank, outcome, self.release_error, self.cell_title)
             _store_bounded(self._left_calls, call, LeftCall(outcome.status, cause))
             self.running = None

@@ -77,7 +77,6 @@ class Executor:
             messages.CallFunction: self._call_function,
             messages.Evaluate: self._evaluate,
             messages.SetNames: self._set_names,
-            messages.DeleteNames: self._delete_names,
             messages.FormGroups: self._form_groups,
             messages.FindSharded: self._find_sharded,
             messages.MoveShards: self._move_shards,
@@ -157,7 +156,7 @@ class Executor:
                 self._elastic_runs.call_ended(succeeded=outcome.status == "ok")
         self._output.flush()
         items, seq = self._reporter.pop_remaining_output()
-        self._state.ended(call, label, outcome, now=monotonic())
+        self._state.ended(call, label, outcome)
         self._gate.reset()
         self._reporter.send(
             messages.RankFinished(
@@ -236,16 +235,9 @@ class Executor:
 
     def _set_names(self, command: messages.SetNames) -> Outcome:
         values = self._objects.unpickle(command.payload)
-        if command.per_rank:
-            values = values[self._rank]
         for name, value in zip(command.names, values, strict=True):
             self._shell.user_ns[name] = value
         return Outcome(status="ok", bound_names=command.names)
-
-    def _delete_names(self, command: messages.DeleteNames) -> Outcome:
-        for name in command.names:
-            self._shell.user_ns.pop(name, None)
-        return Outcome(status="ok", deleted_names=command.names)
 
     def _form_groups(self, command: messages.FormGroups) -> Outcome:
         """Form the process groups of this generation; with the first, bind the names that user code finds."""

@@ -294,7 +294,6 @@ class Service:
             snapshot = self._snapshotter.take(
                 health=None if self._probes is None else self._probes.health,
                 num_collectives=command.num_collectives,
-                stacks=command.stacks,
                 endpoints=actor_hooks.snapshot_endpoints(),
             )
             body = codec.encode_body(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))

@@ -83,7 +83,7 @@ class Snapshotter:
         self._is_awaiting_input, self._current_operation = is_awaiting_input, current_operation
 
     def take(
-        self, *, health: Health | None, num_collectives: int, stacks: bool, endpoints: tuple[ActiveEndpoint, ...] = ()
+        self, *, health: Health | None, num_collectives: int, endpoints: tuple[ActiveEndpoint, ...] = ()
     ) -> RankSnapshot:
         """Return what this rank is doing now; the host adds what it knows better.
 
@@ -93,9 +93,7 @@ class Snapshotter:
         """
         now = monotonic()
         running, finished = self._state.running, self._state.finished
-        threads = (
-            tuple(collect_thread_stacks(self._main_thread, self._running_code.awaited_coroutine)) if stacks else ()
-        )
+        threads = tuple(collect_thread_stacks(self._main_thread, self._running_code.awaited_coroutine))
         cell = None if running is None else running.label or None
         file = self._running_code.running_file
         operation = self._current_operation()
@@ -123,7 +121,7 @@ class Snapshotter:
             snapshot = replace(snapshot, last_cell=finished.label or None, last_call=finished.call)
         if running is not None:
             return replace(snapshot, call=running.call, running_s=now - running.started_at)
-        return snapshot if finished is None else _with_finished_call(snapshot, finished, now)
+        return snapshot if finished is None else _with_finished_call(snapshot, finished)
 
 
 def describe_ring(ring: CollectiveRing, limit: int, now: float) -> tuple[CollectiveInfo, ...]:
@@ -280,9 +278,9 @@ def innermost_line(frames: tuple[Frame, ...], file: str) -> int | None:
     return next((frame.line for frame in reversed(frames) if frame.file == file), None)
 
 
-def _with_finished_call(snapshot: RankSnapshot, finished: FinishedCall, now: float) -> RankSnapshot:
+def _with_finished_call(snapshot: RankSnapshot, finished: FinishedCall) -> RankSnapshot:
     """Return the snapshot of an idle rank with the end of its last call, and where that failed."""
-    snapshot = replace(snapshot, last_status=finished.outcome.status, finished_s_ago=now - finished.ended_at)
+    snapshot = replace(snapshot, last_status=finished.outcome.status)
     error = finished.outcome.error
     if error is None:
         return snapshot

@@ -55,7 +55,7 @@ class ValueCarrier:
     def stage(self, hosts: tuple[int, ...], remote: set[int], message: Any, body: bytes) -> bool:
         """Send a command whose values are on their way; return False for one that has none, or for this machine."""
         elsewhere = remote.intersection(hosts)
-        if not elsewhere or not isinstance(message, messages.MAIN_THREAD_COMMANDS) or not may_have_shared(body):
+        if not elsewhere or not isinstance(message, messages.MainThreadCommand) or not may_have_shared(body):
             return False
         if not find_shared(message):
             return False

@@ -63,7 +63,7 @@ def test_a_late_abort_of_a_call_that_is_stopped_spares_what_the_rank_runs_then()
     rank.groups.process_groups._generation._num_rendezvous = 1  # it waits for the others
     rank.begin()
     rank.end("interrupted")
-    rank.state.ended(STOPPED, "cell 1", Outcome(status="interrupted"), now=0.0)
+    rank.state.ended(STOPPED, "cell 1", Outcome(status="interrupted"))
     rank.groups.call_began(CallId("form-2"), "", 0.0)
     rank.groups.abort("interrupted", interrupt=True, call=STOPPED)
     assert not rank.groups.process_groups.is_broken

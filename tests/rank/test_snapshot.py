@@ -292,7 +292,7 @@ def take(state: CallState, code: Idle) -> messages.RankSnapshot:
         is_awaiting_input=lambda: False,
         current_operation=lambda: None,
     )
-    return snapshotter.take(health=None, num_collectives=5, stacks=True)
+    return snapshotter.take(health=None, num_collectives=5)
 
 
 def test_an_idle_rank_tells_how_its_last_call_ended_and_where_it_failed() -> None:
@@ -305,7 +305,7 @@ def test_an_idle_rank_tells_how_its_last_call_ended_and_where_it_failed() -> Non
     code.running_file = None
     frames = (messages.Frame(file="In[7]", line=3, function="<module>"), messages.Frame("lib.py", 9, "f"))
     error = messages.RankError(ename="ValueError", evalue="no", traceback=(), frames=frames)
-    state.ended(CallId("c-1"), "cell 7", messages.Outcome(status="error", error=error), now=snapshot.monotonic())
+    state.ended(CallId("c-1"), "cell 7", messages.Outcome(status="error", error=error))
     idle = take(state, code)
     assert (idle.call, idle.cell, idle.running_s) == (None, None, None)
     assert (idle.last_status, idle.last_cell, idle.last_call) == ("error", "cell 7", "c-1")

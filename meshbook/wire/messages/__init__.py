@@ -34,34 +34,41 @@ from meshbook.wire.messages.reports import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
 
-ClientCommand = (
-    Hello
-    | StartMesh
-    | RunCell
+# What clients ask of ranks, by the thread that does it: the main thread one at a time, in the order sent.
+MainThreadCall = (
+    RunCell
     | RunOps
     | CallFunction
     | Evaluate
     | SetNames
-    | DeleteNames
     | SaveCheckpoint
     | RestoreCheckpoint
     | DescribeState
     | CompareTensors
     | SetSentinel
-    | QuerySentinel
+)
+ServiceThreadCommand = (
+    QuerySentinel
     | Complete
     | Inspect
     | PreviewNames
     | OpenActors
-    | ActorsOpened
     | RelayBytes
-    | CheckExits
     | Release
     | Interrupt
     | InputReply
     | StopInDebugger
     | LeaveDebugger
     | OpenDebugPort
+    | TakeSnapshots
+)
+ClientCommand = (
+    MainThreadCall
+    | ServiceThreadCommand
+    | Hello
+    | StartMesh
+    | ActorsOpened
+    | CheckExits
     | KillRanks
     | KeepSpares
     | HealMesh
@@ -84,11 +91,29 @@ ClientCommand = (
     | Detach
     | Ping
     | SetOrphanTtl
-    | TakeSnapshots
     | Subscribe
 )
+MainThreadCommand = MainThreadCall | FormGroups | FindSharded | MoveShards | ReplayCells | ShareState | RollBack
+RankCommand = (
+    MainThreadCommand
+    | ServiceThreadCommand
+    | ExitsChecked
+    | PromptsOpen
+    | AbortCollectives
+    | QueryPositions
+    | HoldCollectives
+    | ResumeCollectives
+    | RanksLeft
+    | WriteCheckpoint
+    | WriteCheckpointMetadata
+    | DropCheckpoint
+    | QueryPreemptionPoint
+    | SetPreemptionPoint
+    | Exit
+)
 HostCommand = (
-    StartRanks
+    RankCommand
+    | StartRanks
     | PrepareSpares
     | KeepAlive
     | StagedCommand
@@ -99,101 +124,13 @@ HostCommand = (
     | FileParts
     | LeaveMesh
     | ShowNotice
-    | FindSharded
-    | MoveShards
-    | FormGroups
-    | ReplayCells
-    | ShareState
-    | RunCell
-    | RunOps
-    | CallFunction
-    | Evaluate
-    | SetNames
-    | DeleteNames
-    | SaveCheckpoint
-    | RestoreCheckpoint
-    | DescribeState
-    | CompareTensors
-    | SetSentinel
-    | QuerySentinel
-    | Complete
-    | Inspect
-    | PreviewNames
-    | OpenActors
-    | RelayBytes
     | CheckExits
-    | ExitsChecked
-    | Release
-    | Interrupt
-    | InputReply
-    | StopInDebugger
-    | LeaveDebugger
-    | PromptsOpen
-    | OpenDebugPort
     | KillRanks
     | QueryLogs
     | SearchLogs
     | EndLogSearch
-    | AbortCollectives
-    | QueryPositions
-    | HoldCollectives
-    | ResumeCollectives
-    | RanksLeft
-    | WriteCheckpoint
-    | WriteCheckpointMetadata
-    | DropCheckpoint
     | EndCall
     | EndRanks
-    | QueryPreemptionPoint
-    | SetPreemptionPoint
-    | RollBack
-    | Exit
-    | TakeSnapshots
-)
-RankCommand = (
-    FormGroups
-    | FindSharded
-    | MoveShards
-    | ReplayCells
-    | ShareState
-    | RunCell
-    | RunOps
-    | CallFunction
-    | Evaluate
-    | SetNames
-    | DeleteNames
-    | SaveCheckpoint
-    | RestoreCheckpoint
-    | DescribeState
-    | CompareTensors
-    | SetSentinel
-    | QuerySentinel
-    | Complete
-    | Inspect
-    | PreviewNames
-    | OpenActors
-    | RelayBytes
-    | ExitsChecked
-    | Release
-    | InputReply
-    | StopInDebugger
-    | LeaveDebugger
-    | PromptsOpen
-    | OpenDebugPort
-    | AbortCollectives
-    | QueryPositions
-    | HoldCollectives
-    | ResumeCollectives
-    | RanksLeft
-    | WriteCheckpoint
-    | WriteCheckpointMetadata
-    | DropCheckpoint
-    | QueryPreemptionPoint
-    | SetPreemptionPoint
-    | RollBack
-    | Interrupt
-    | Exit
-    | TakeSnapshots
 )
 RankReport = (
     RankReady
@@ -264,25 +201,4 @@ SupervisorReport = (
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
 
-
-# Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
-MAIN_THREAD_COMMANDS = (
-    FormGroups,
-    FindSharded,
-    MoveShards,
-    ReplayCells,
-    ShareState,
-    RunCell,
-    RunOps,
-    CallFunction,
-    Evaluate,
-    SetNames,
-    DeleteNames,
-    SaveCheckpoint,
-    RestoreCheckpoint,
-    DescribeState,
-    CompareTensors,
-    SetSentinel,
-    RollBack,
-)
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors, CheckExits, QuerySentinel, StopInDebugger, OpenDebugPort)

@@ -83,15 +83,8 @@ class SetNames(Message):
     call: CallId
     ranks: Ranks
     names: tuple[str, ...]
-    payload: Payload  # of the tuple of values, in the order of `names`; with `per_rank`, of {rank: tuple}
-    per_rank: bool = False
+    payload: Payload  # of the tuple of values, in the order of `names`
     chosen_at: int | None = None  # see `RunCell`
-
-
-class DeleteNames(Message):
-    call: CallId
-    ranks: Ranks
-    names: tuple[str, ...]
 
 
 class Complete(Message):

@@ -210,7 +210,6 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     process: ProcessStatus | None = None
     awaiting_input: bool = False  # waits for the user's reply to input()
     last_status: str | None = None  # how its part of the last call ended, if it is idle: "ok", "error", ...
-    finished_s_ago: float | None = None  # seconds ago
     last_error: str | None = None  # of that call: "ValueError: ...", with its cell line in `cell_line`
     last_cell: str | None = None  # label of that call
     last_call: CallId | None = None
@@ -230,7 +229,6 @@ class TakeSnapshots(Message):
     call: CallId
     ranks: Ranks
     num_collectives: int = 64  # of each rank's ring, beside the open ones
-    stacks: bool = True
 
 
 class RankSnapshotReply(Message):
