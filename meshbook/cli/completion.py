@@ -8,7 +8,6 @@ from pathlib import Path
 from meshbook.errors import UsageError
 from meshbook.wire.folders import runtime_folder
 
-SHELLS = ("bash", "zsh")
 # Meshes by their folders: a shell that asked `meshbook list` at each key would wait for a Python interpreter.
 _PREAMBLE = {
     "bash": """
@@ -24,7 +23,6 @@ _meshbook_meshes() {
 }
 """,
 }
-_MESHES = {"bash": "_meshbook_meshes", "zsh": "_meshbook_meshes"}
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -36,7 +34,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     for command in _commands(parser):
         for action in command._actions:
             if action.dest == "name" and not action.option_strings:
-                action.complete = _MESHES  # type: ignore[attr-defined]
+                action.complete = dict.fromkeys(_PREAMBLE, "_meshbook_meshes")  # type: ignore[attr-defined]
             elif action.type is Path or action.dest in ("path", "prefix"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     preamble = _PREAMBLE[shell].replace("FOLDER", str(runtime_folder()))

@@ -41,7 +41,7 @@ _TOLERANCE = 1e-3
 
 
 class CheckFailed(Exception):
-    """What was found instead of what should be; the second argument, if any, says what to do."""
+    """What was found instead of what should be."""
 
 
 def check_gpus(device: str = "cuda", num_ranks: int | None = None) -> Iterator[CheckResult]:
@@ -85,7 +85,7 @@ def _run_on_mesh(num_ranks: int, device: str, checks: list[Check]) -> Iterator[C
             try:
                 says = check(mesh)
             except CheckFailed as failure:
-                yield CheckResult("poor", about, *failure.args)
+                yield CheckResult("poor", about, str(failure))
             except (MeshbookError, RuntimeError) as error:
                 yield CheckResult("poor", about, f"{type(error).__name__}: {error}")
             else:
@@ -112,9 +112,9 @@ def _run(mesh: Mesh, source: str, **options: Any) -> Any:
     return mesh.run(source, echo=False, timeout=_TIMEOUT_S, **options).values
 
 
-def _expect(is_so: bool, otherwise: str, remedy: str = "") -> None:
+def _expect(is_so: bool, otherwise: str) -> None:
     if not is_so:
-        raise CheckFailed(otherwise, remedy)
+        raise CheckFailed(otherwise)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -217,19 +217,15 @@ def is_stale(folder: Path) -> bool:
     owner = read_owner(folder)
     if owner is None or processes.is_running(owner) or processes.is_on_other_host(owner):
         return False
-    return not is_locked(folder, if_unknown=True)
+    return not is_locked(folder)
 
 
-def is_locked(folder: Path, *, if_unknown: bool = False) -> bool:
-    """Whether a process has locked the folder, which may be a standby of the one that it is marked as.
-
-    Args:
-        if_unknown: the answer if the folder cannot be opened.
-    """
+def is_locked(folder: Path) -> bool:
+    """Whether a process has, or may have, locked the folder: a standby, perhaps, of the one that it is marked as."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return if_unknown
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

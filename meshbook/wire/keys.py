@@ -122,7 +122,7 @@ def find_successor(connection: ConnectionInfo) -> tuple[ConnectionInfo | None, b
         return None, False
     if found.process != connection.process and found.is_alive:
         return found, False
-    return None, is_locked(folder, if_unknown=True)
+    return None, is_locked(folder)
 
 
 def _read_connection(folder: Path) -> ConnectionInfo | None:

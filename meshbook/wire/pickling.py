@@ -125,7 +125,7 @@ def _check_inline_size(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[
     return tuple(buffers)
 
 
-def dump_small(obj: object, limit: int, *, persistent: PersistentKey | None = None) -> Payload | None:
+def dump_small(obj: object, limit: int) -> Payload | None:
     """Pickle `obj` into at most `limit` bytes without separate buffers; return None if it needs more.
 
     Stops as soon as the limit is exceeded. It runs on every cell's value, so an error does not search for the part at
@@ -135,7 +135,7 @@ def dump_small(obj: object, limit: int, *, persistent: PersistentKey | None = No
         TransferError: the object cannot be pickled.
     """
     writer = PickleWriter(limit)
-    pickler = PayloadPickler(writer, lambda buffer: writer.check_limit(buffer.raw().nbytes), persistent, limit=limit)
+    pickler = PayloadPickler(writer, lambda buffer: writer.check_limit(buffer.raw().nbytes), None, limit=limit)
     try:
         pickler.dump(obj)
         if pickler.tensors:

@@ -79,7 +79,7 @@ SPEED = MeshSpeed(
     {"dp": 2e-3, "tp": 2e-3}, {"dp": 3e-3, "tp": 3e-3}, 1e12, 1e10, "cpu", 1 << 30,
 )  # fmt: skip
 BLOCKS = [BlockFootprint(100 << 20, 50 << 20, 10 << 20)] * 4
-FOOTPRINT = Footprint(500 << 20, 500 << 20, 0, 100 << 20, BLOCKS, 220 << 20, 5 << 20, 1e12, [1 << 20] * 10)
+FOOTPRINT = Footprint(500 << 20, 500 << 20, 0, BLOCKS, 220 << 20, 5 << 20, 1e12, [1 << 20] * 10)
 MIB = 1 << 20
 
 

@@ -32,7 +32,7 @@ def players(mesh: Mesh) -> list[dict[str, Any]]:
     def ask() -> Any:
         from meshbook.rank.tensors import replay
 
-        return list(replay.describe_replayers().values())
+        return [replayer.describe() for replayer in replay.REPLAYERS.values()]
 
     return mesh.execute(ask)[0]
 

@@ -59,7 +59,6 @@ class Footprint:
     parameter_bytes: int
     trainable_bytes: int
     buffer_bytes: int
-    largest_parameter_bytes: int
     blocks: list[BlockFootprint]
     activation_bytes: int = 0  # saved for backward
     output_bytes: int = 0  # of floating-point outputs
@@ -204,7 +203,6 @@ def _count(module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None,
         parameter_bytes=sum(map(_bytes, parameters)),
         trainable_bytes=sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
         buffer_bytes=sum(map(_bytes, module.buffers())),
-        largest_parameter_bytes=max(map(_bytes, parameters), default=0),
         blocks=[BlockFootprint(sum(map(_bytes, block.parameters()))) for block in blocks],
     )
     if casts and dtype is not None:

@@ -354,9 +354,5 @@ def _drop_client(client: str) -> None:
 engine.ON_CLIENT_DROPPED.append(_drop_client)
 
 
-def describe_replayers() -> dict[str, dict[str, Any]]:
-    return {key: replayer.describe() for key, replayer in REPLAYERS.items()}
-
-
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
