@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table, format_bytes
+from meshbook.controller.tables import Table, TableOf, format_bytes
 from meshbook.ids import format_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import HostInfo, MachineFacts
 
 
-@dataclass(frozen=True, repr=False)
-class Hosts(Sequence[HostInfo]):
+class Hosts(TableOf[HostInfo]):
     """The machines of a mesh, in the order of their ranks. Displays itself as a table."""
-
-    table: Table
-    infos: tuple[HostInfo, ...]
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.infos[index]
-
-    def __len__(self) -> int:
-        return len(self.infos)
-
-    def __iter__(self) -> Iterator[HostInfo]:
-        return iter(self.infos)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def fetch_hosts(session: Session) -> Hosts:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table, format_bytes, format_seconds
+from meshbook.controller.tables import Table, TableOf, format_bytes, format_seconds
 from meshbook.errors import UsageError
 from meshbook.wire import messages
 from meshbook.wire.messages import SpareInfo
@@ -15,30 +14,12 @@ _TIMEOUT_S = 5.0
 _MAX_LEFT_OUT = 5  # that are shown
 
 
-@dataclass(frozen=True, repr=False)
-class Spares(Sequence[SpareInfo]):
+class Spares(TableOf[SpareInfo]):
     """The spares of a mesh. Displays itself as a table."""
-
-    table: Table
-    infos: tuple[SpareInfo, ...]
 
     @property
     def num_ready(self) -> int:
         return sum(info.state == "ready" for info in self.infos)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.infos[index]
-
-    def __len__(self) -> int:
-        return len(self.infos)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def spare(session: Session, num: int | None) -> Spares:

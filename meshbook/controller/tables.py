@@ -18,6 +18,7 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
 
 T = TypeVar("T", int, float)
+Info = TypeVar("Info")
 
 # Maximum number of ranks with a row each; above it, ranks with equal cells share a row. 16 rows fit a screen with room
 # for the cell.
@@ -76,6 +77,28 @@ class Table:
         """Return column names and rows without the columns that are empty in every row."""
         nonempty = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
         return tuple(self.columns[at] for at in nonempty), tuple(tuple(row[at] for at in nonempty) for row in self.rows)
+
+
+@dataclass(frozen=True, repr=False)
+class TableOf(Sequence[Info]):
+    """Infos that display themselves as a table."""
+
+    table: Table
+    infos: tuple[Info, ...]
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self.infos[index]
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
 
 
 class MeshStatus(MeshInfo, frozen=True, gc=False):

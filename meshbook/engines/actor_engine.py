@@ -110,11 +110,7 @@ class ActorEngine(ABC):
         own = self._has_workers_of_its_own() or "PYTHONPATH" in os.environ
         environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")} if own else {}
         launch = ActorHost(self._driver, host, self._address.python, words, environment, log_path)
-
-        def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, start.lease_s, self._supervisor.wait())
-
-        self._hosts.begin(host, launch, prepare)
+        self._hosts.begin(host, launch, start, self._supervisor)
 
     def take_over(self) -> None:
         if self._driver is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from meshbook.engines.base import HostProgress
+from meshbook.engines.base import HostProgress, HostStart
 from meshbook.errors import StartError
 from meshbook.version import __version__
 from meshbook.wire.remote_start import RemoteHello, RemoteStart, SupervisorAddress
@@ -163,18 +163,18 @@ class HostLaunches:
         self._launches: dict[int, HostLaunch] = {}
         self._peers = _Peers()
 
-    def begin(
-        self, host: int, launch: HostLaunch, prepare: Callable[[RemoteHello, tuple[str, ...]], RemoteStart]
-    ) -> None:
-        """Start a host. `prepare` is called on its thread with its hello and the addresses of the other machines."""
+    def begin(self, host: int, launch: HostLaunch, start: HostStart, supervisor: SupervisorWait | None = None) -> None:
+        """Start a host. It hears the addresses of the other machines and, of `supervisor`, where that listens."""
         self._launches[host] = launch
         self._peers.expect(host)
 
-        def prepare_with_peers(hello: RemoteHello) -> RemoteStart:
+        def prepare(hello: RemoteHello) -> RemoteStart:
             assert hello.facts is not None
-            return prepare(hello, self._peers.exchange(host, hello.facts.address))
+            peers = self._peers.exchange(host, hello.facts.address)
+            address = supervisor.wait() if supervisor is not None else None
+            return RemoteStart(start.token, start.identity, peers, start.lease_s, address)
 
-        launch.begin(prepare_with_peers)
+        launch.begin(prepare)
 
     def discard(self, host: int) -> None:
         """End a host that was given up, if there is one."""

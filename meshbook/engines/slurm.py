@@ -28,7 +28,6 @@ from meshbook.engines.launcher_process import LauncherProcess
 from meshbook.engines.slurm_job import SlurmJob, sbatch_options, slurm_environment
 from meshbook.errors import StartError
 from meshbook.wire.messages import MeshSpec
-from meshbook.wire.remote_start import RemoteHello, RemoteStart
 
 
 class SlurmEngine:
@@ -72,11 +71,7 @@ class SlurmEngine:
         log_path = start.folder / f"h{host}.{secrets.token_hex(2)}.log"
         command = SrunHost(self._job, host, self._address.python, words, log_path, is_restart=host in self._launched)
         self._launched.add(host)
-
-        def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, start.lease_s, self._supervisor.wait())
-
-        self._hosts.begin(host, command, prepare)
+        self._hosts.begin(host, command, start, self._supervisor)
 
     def take_over(self) -> None:
         if self._job is not None:

@@ -72,11 +72,7 @@ class SshEngine:
         connection = SshConnection(
             self._address, self._address.machines[host], words, start.folder, label, max_silent_s=self._lost_after_s
         )
-
-        def prepare(hello: RemoteHello, peers: tuple[str, ...]) -> RemoteStart:
-            return RemoteStart(start.token, start.identity, peers, start.lease_s)
-
-        self._hosts.begin(host, connection, prepare)
+        self._hosts.begin(host, connection, start)
 
     def first_address(self) -> str | None:
         return None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import MeshNameError, NotAttached
+from meshbook.ids import Ranks
 from meshbook.kernel.notebook import Notebook
+from meshbook.selections import parse_selection
 from meshbook.wire import keys
 
 
@@ -35,6 +39,11 @@ def living_mesh(notebook: Notebook) -> Mesh | None:
 def running_meshes(notebook: Notebook) -> list[str]:
     """Return the names of all meshes of this user; the notebook is what completion passes."""
     return [connection.name for connection in keys.list_connections()]
+
+
+def selected_ranks(mesh: Mesh, options: argparse.Namespace) -> Ranks:
+    """Return the ranks that a line names; without any, all of the mesh. Raises MeshShapeError."""
+    return parse_selection(mesh.grid, " ".join(options.ranks))
 
 
 def start_hint(notebook: Notebook) -> str:

@@ -17,11 +17,11 @@ from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, UsageError
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.ids import format_ranks, name_ranks
 from meshbook.kernel import checkpoint_commands as checkpoints
 from meshbook.kernel import debugger_commands, recording_commands, report_commands
 from meshbook.kernel import difference_commands as differences
-from meshbook.kernel.chosen_mesh import living_mesh, mesh_named, running_meshes, start_hint
+from meshbook.kernel.chosen_mesh import living_mesh, mesh_named, running_meshes, selected_ranks, start_hint
 from meshbook.kernel.hints import suggest
 from meshbook.kernel.history import set_fold, show_history
 from meshbook.kernel.log_commands import logs_command
@@ -32,7 +32,6 @@ from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.queries import QUERY_TIMEOUT_S
 from meshbook.kernel.resizing import resize_command, spare_command
 from meshbook.kernel.start_options import MESH_ARGUMENTS, TTL_ARGUMENT, mesh_options
-from meshbook.selections import parse_selection
 from meshbook.wire import keys
 
 _MAX_NAMES_LISTED = 20
@@ -118,7 +117,7 @@ def _status(notebook: Notebook, options: argparse.Namespace) -> Table:
 
 def _stacks(notebook: Notebook, options: argparse.Namespace) -> Stacks:
     mesh = mesh_named(notebook)
-    return mesh.stacks(_selected(mesh, options), twice=options.twice, threads=options.threads)
+    return mesh.stacks(selected_ranks(mesh, options), twice=options.twice, threads=options.threads)
 
 
 def _memory(notebook: Notebook, options: argparse.Namespace) -> Table:
@@ -134,12 +133,12 @@ def _actors(notebook: Notebook, options: argparse.Namespace) -> Table:
 
 def _show(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = notebook.meshes.get_mesh(None)
-    notebook.front_end.show_omitted(_selected(mesh, options))
+    notebook.front_end.show_omitted(selected_ranks(mesh, options))
 
 
 def _interrupt(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = mesh_named(notebook)
-    ranks = _selected(mesh, options)
+    ranks = selected_ranks(mesh, options)
     mesh.interrupt(ranks)
     print(f"Stop was sent to {name_ranks(ranks)}.")
 
@@ -149,7 +148,7 @@ def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
         has = f" This mesh has ranks {format_ranks(notebook.mesh.ranks)}." if notebook.mesh is not None else ""
         raise UsageError(f"which ranks? Write it like: %mesh kill 2, or %mesh kill all.{has}")
     mesh = mesh_named(notebook)
-    ranks = _selected(mesh, options)
+    ranks = selected_ranks(mesh, options)
     mesh.kill(ranks)
     print(f"Killed {name_ranks(ranks)}.")
 
@@ -202,10 +201,6 @@ def _namespace(notebook: Notebook) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _selected(mesh: Mesh, options: argparse.Namespace) -> Ranks:
-    return parse_selection(mesh.grid, " ".join(options.ranks))
 
 
 def _describe(mesh: Mesh) -> str:

@@ -6,30 +6,28 @@ import argparse
 import threading
 
 from meshbook.controller.debug_ports import open_ports
-from meshbook.controller.mesh import Mesh
 from meshbook.controller.running_debugger import RunningDebugger, find_running, stop_foreground
 from meshbook.controller.session import Session
 from meshbook.errors import UsageError
 from meshbook.ids import Ranks, format_ranks
-from meshbook.kernel.chosen_mesh import mesh_named
+from meshbook.kernel.chosen_mesh import mesh_named, selected_ranks
 from meshbook.kernel.magic_command import MagicCommand, argument
 from meshbook.kernel.notebook import Notebook
-from meshbook.selections import parse_selection
 
 
 def _postmortem(notebook: Notebook, options: argparse.Namespace) -> object:
     mesh = mesh_named(notebook)
-    return notebook.run_cell("%debug", ranks=_selected(mesh, options))
+    return notebook.run_cell("%debug", ranks=selected_ranks(mesh, options))
 
 
 def _debug(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = mesh_named(notebook)
     if options.dap:
-        print(open_ports(mesh.session, _selected(mesh, options), options.port or 0))
+        print(open_ports(mesh.session, selected_ranks(mesh, options), options.port or 0))
         return
     if options.port is not None:
         raise UsageError("--port is debugpy's; write it like: %mesh debug 2 --dap --port 5678")
-    stop_running(notebook, mesh.session, _selected(mesh, options))
+    stop_running(notebook, mesh.session, selected_ranks(mesh, options))
 
 
 def stop_running(notebook: Notebook, session: Session, ranks: Ranks) -> None:
@@ -54,10 +52,6 @@ def stop_running(notebook: Notebook, session: Session, ranks: Ranks) -> None:
         RunningDebugger(session, call, ranks, output, notebook.front_end.prompt, output.note).run()
     finally:
         output.close()
-
-
-def _selected(mesh: Mesh, options: argparse.Namespace) -> Ranks:
-    return parse_selection(mesh.grid, " ".join(options.ranks))
 
 
 _RANKS = argument("ranks", nargs="*")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import CheckpointError
-from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.kinds import clean_name, kind_of
 from meshbook.rank.state.random_states import random_states
 
 Path = tuple[str, ...]
@@ -30,8 +30,6 @@ RNG = "rng"  # the reserved name: each rank's generators of torch, CUDA, NumPy a
 RANK_SUFFIX = re.compile(r"@rank(\d+)$")
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, DTensor)
-# What wrappers put into the names of parameters, and state dicts leave out.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass
@@ -182,11 +180,6 @@ def namings(optimizer: torch.optim.Optimizer, name: str, namespace: Mapping[str,
 
 def _without_ddp(module: nn.Module, name: str) -> str:
     return name.removeprefix("module.") if isinstance(module, DistributedDataParallel) else name
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers put in."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def flatten(path: Path, value: Any, state: NamedState, *, descend: bool = False) -> None:

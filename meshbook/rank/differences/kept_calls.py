@@ -16,7 +16,8 @@ from meshbook.rank.differences.overflows import Overflow
 from meshbook.rank.differences.remote_ops import PlaceNames
 from meshbook.rank.differences.rerun import BadOperation, ModuleCall, ModuleStack
 from meshbook.rank.differences.watched_inputs import CollectiveInputs
-from meshbook.rank.differences.wording import ModuleNames, with_carrier, without_wrappers
+from meshbook.rank.differences.wording import ModuleNames, with_carrier
+from meshbook.rank.state.kinds import clean_name
 from meshbook.wire.messages import NumberFinding
 
 # Calls of outermost modules that are kept since the last update: micro batches, or the parts of a model.
@@ -100,7 +101,7 @@ class KeptCalls:
         """
         module = operation.module
         if call is not None:
-            inner = without_wrappers(operation.module)
+            inner = clean_name(operation.module)
             module = ".".join(filter(None, [self._names.name_module(call.module), inner]))
             place = operation.place or call.place
         return NumberFinding(

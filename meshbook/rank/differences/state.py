@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import CheckpointError, UsageError, repr_of
 from meshbook.ids import Ranks
-from meshbook.rank.checkpoints.named_state import NamedState, Path, clean_name, flatten, key_of, read_state
+from meshbook.rank.checkpoints.named_state import NamedState, Path, flatten, key_of, read_state
 from meshbook.rank.healing.contents import describe
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.process_groups.watched_group import WatchedGroup
-from meshbook.rank.state.kinds import kind_of
+from meshbook.rank.state.kinds import clean_name, kind_of
 from meshbook.rank.state.modules import local_part
 from meshbook.wire.messages import StateDescription, StateEntry
 

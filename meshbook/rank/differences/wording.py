@@ -14,10 +14,8 @@ from meshbook.ids import name_ranks
 from meshbook.rank.differences import numbers
 from meshbook.rank.differences.skipped_steps import Skipped
 from meshbook.rank.process_groups.ring import Collective
+from meshbook.rank.state.kinds import clean_name
 from meshbook.wire.messages import NumberFinding
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of a checkpoint of activations
-
 
 _NOT_REPEATED = (
     "computed again it was not, so that an operation up to it gives other numbers each time. Run the step without "
@@ -46,7 +44,7 @@ class ModuleNames:
     def name_module(self, module: nn.Module) -> str:
         """Return the shortest path to a module; its class, if no name leads to it."""
         names = [
-            without_wrappers(f"{name}.{path}".rstrip("."))
+            clean_name(f"{name}.{path}".rstrip("."))
             for name, top in self._tops()
             for path, inner in top.named_modules()
             if inner is module
@@ -58,7 +56,7 @@ class ModuleNames:
         names: dict[int, str] = {}
         for name, top in self._tops():
             for path, inner in top.named_modules():
-                found = without_wrappers(f"{name}.{path}".rstrip("."))
+                found = clean_name(f"{name}.{path}".rstrip("."))
                 known = names.get(id(inner), found)
                 names[id(inner)] = min(known, found, key=lambda each: (each.count("."), len(each)))
         return names
@@ -68,11 +66,11 @@ class ModuleNames:
         for module in called:
             for path, each in module.named_parameters():
                 if each is parameter:
-                    return without_wrappers(f"{self.name_module(module)}.{path}")
+                    return clean_name(f"{self.name_module(module)}.{path}")
         for name, top in self._tops():
             for path, each in top.named_parameters():
                 if each is parameter:
-                    return without_wrappers(f"{name}.{path}")
+                    return clean_name(f"{name}.{path}")
         return ""
 
     def _tops(self) -> Iterator[tuple[str, nn.Module]]:
@@ -80,11 +78,6 @@ class ModuleNames:
             for name, value in list(namespace.items()):
                 if isinstance(value, nn.Module) and not name.startswith("_") and name != "self":
                     yield name, value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def without_wrappers(path: str) -> str:
-    """Return a path without the names of modules that torch puts around the user's own."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _class_of(module: nn.Module) -> str:

@@ -27,7 +27,7 @@ from meshbook.rank.process_groups.cuda import finish_on_stream, prepare_queries
 from meshbook.rank.process_groups.failures import GroupFailure
 from meshbook.rank.process_groups.group_health import NO_TIMEOUT, GroupHealth, Observer
 from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel, one_line_error
-from meshbook.rank.process_groups.watched_work import WatchedWork
+from meshbook.rank.process_groups.watched_work import WatchedWork, delegate
 
 # Methods that the wrapper delegates to the current real group.
 _DELEGATED = (
@@ -363,20 +363,7 @@ def _take_timeout(options: Any, *, on_nccl: bool) -> float | None:
     return float(timeout_s)
 
 
-def _delegated(name: str) -> Callable[..., Any]:
-    """Return a method that delegates to the current real group."""
-
-    def method(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__qualname__ = f"WatchedGroup.{name}"
-    return method
-
-
 for _name in COLLECTIVES:
     if hasattr(ProcessGroup, _name):
         setattr(WatchedGroup, _name, _make_collective_method(_name))
-for _name in _DELEGATED:
-    if hasattr(ProcessGroup, _name):
-        setattr(WatchedGroup, _name, _delegated(_name))
+delegate(WatchedGroup, "inner", _DELEGATED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -107,18 +107,27 @@ class WatchedWork(Work):
         return self._future
 
 
-def _delegated(name: str) -> Callable[..., Any]:
-    """Return a method that delegates to the real operation."""
+def delegate(Class: type, attribute: str, names: Iterable[str]) -> None:
+    """Give a subclass of one of torch's classes these methods, as far as torch has them: they call the real object's.
 
-    def method(self: WatchedWork, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._work, name)(*args, **kwargs)
+    Args:
+        attribute: that holds the real object.
+    """
+    for name in names:
+        if hasattr(Class.__base__, name):
+            setattr(Class, name, _delegated(Class, attribute, name))
+
+
+def _delegated(Class: type, attribute: str, name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, attribute), name)(*args, **kwargs)
 
     method.__name__ = name
-    method.__qualname__ = f"WatchedWork.{name}"
+    method.__qualname__ = f"{Class.__name__}.{name}"
     return method
 
 
-for _name in (
+_DELEGATED = (
     "_get_duration",
     "_get_op_type",
     "_source_rank",
@@ -130,9 +139,8 @@ for _name in (
     "result",
     "source_rank",
     "synchronize",
-):
-    if hasattr(Work, _name):
-        setattr(WatchedWork, _name, _delegated(_name))
+)
+delegate(WatchedWork, "_work", _DELEGATED)
 
 
 class _AbortableFuture:

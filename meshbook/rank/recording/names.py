@@ -51,14 +51,19 @@ def names_bound_first(codes: Iterable[CodeType]) -> set[str]:
     """Return the names that a cell's own code binds before it reads them, as far as the order of its lines tells."""
     first: dict[str, bool] = {}
     for code in codes:
-        extended = 0
-        raw = code.co_code
-        for i in range(0, len(raw), 2):
-            op, arg = raw[i], raw[i + 1] | extended
-            extended = arg << 8 if op == _EXTENDED_ARG else 0
-            if op == _STORE_NAME or op in _READ_OPS:
-                first.setdefault(code.co_names[arg >> 1 if op == _LOAD_GLOBAL else arg], op == _STORE_NAME)
+        for name, is_bound in _names_in_order(code):
+            first.setdefault(name, is_bound)
     return {name for name, is_bound in first.items() if is_bound}
+
+
+def _names_in_order(code: CodeType) -> Iterator[tuple[str, bool]]:
+    """Yield the global names that code's own lines read, delete or bind, and whether that binds them."""
+    extended, raw = 0, code.co_code
+    for i in range(0, len(raw), 2):
+        op, arg = raw[i], raw[i + 1] | extended
+        extended = arg << 8 if op == _EXTENDED_ARG else 0
+        if op == _STORE_NAME or op in _READ_OPS:
+            yield code.co_names[arg >> 1 if op == _LOAD_GLOBAL else arg], op == _STORE_NAME
 
 
 def global_names(code: CodeType) -> Iterator[str]:
@@ -66,13 +71,7 @@ def global_names(code: CodeType) -> Iterator[str]:
     pending = [code]
     while pending:
         code = pending.pop()
-        extended = 0
-        raw = code.co_code
-        for i in range(0, len(raw), 2):
-            op, arg = raw[i], raw[i + 1] | extended
-            extended = arg << 8 if op == _EXTENDED_ARG else 0
-            if op in _READ_OPS:
-                yield code.co_names[arg >> 1 if op == _LOAD_GLOBAL else arg]
+        yield from (name for name, is_bound in _names_in_order(code) if not is_bound)
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 

@@ -376,7 +376,8 @@ class _Mover:
                 elif copy.to == self._rank:
                     incoming.setdefault(copy.source, []).append(self._place(entry, copy.box))
         received = {
-            source: torch.empty(sum(map(_num_bytes, pieces)), dtype=torch.uint8) for source, pieces in incoming.items()
+            source: torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8)
+            for source, pieces in incoming.items()
         }
         sent = {to: torch.cat([_bytes_of(piece) for piece in pieces]) for to, pieces in outgoing.items()}
         works = [dist.isend(piece, to) for to, memory in sent.items() for piece in split_memory([memory])]
@@ -388,7 +389,7 @@ class _Mover:
             memory = received[source]
             self.num_received += len(memory)
             for piece in pieces:
-                size = _num_bytes(piece)
+                size = piece.nbytes
                 piece.copy_(memory[:size].clone().view(piece.dtype).view(piece.shape))
                 memory = memory[size:]
 
@@ -446,10 +447,6 @@ def _empty_like(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     memory = torch.empty([shape[dim] for dim in order], dtype=local.dtype, device=local.device)
     return memory.permute([order.index(dim) for dim in range(len(shape))])
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# What torch.compile and checkpoints of activations put into names of modules and parameters; state dicts leave it out.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
 
 def kind_of(value: Any) -> str:
     """Return "module", "optimizer", "tensor", "generator", "stateful", or "value".
@@ -38,3 +41,8 @@ def is_loadable(value: Any) -> bool:
 def has_identity(value: Any) -> bool:
     """Whether a state is loaded into the object: a copy is no substitute where several names use it."""
     return kind_of(value) != "value"
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a module or a parameter without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)

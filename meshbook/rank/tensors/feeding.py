@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshbook import placement as mesh_placements
+from meshbook.data.batches import map_leaves
 from meshbook.placement import shard_spans
 
 
@@ -60,7 +61,7 @@ def select_own_rows(batch: Any, shard_index: int, num_shards: int, device: str |
             tensor = tensor[start:stop]
         return _copy_beside(tensor, torch.device(device))
 
-    return _map_leaves(batch, slice_leaf)
+    return map_leaves(batch, slice_leaf)
 
 
 def _copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -78,13 +79,3 @@ def _copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _map_leaves(batch: Any, function: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: _map_leaves(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_leaves(value, function) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_map_leaves(value, function) for value in batch)
-    return function(batch)
