@@ -185,13 +185,9 @@ def dtensor(here: RankContext) -> list[Any]:
     ]
 
 
-def ddp(here: RankContext) -> list[Any]:
+def train(here: RankContext, model: Any) -> list[Any]:
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
-    model: Any = DistributedDataParallel(layers, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     torch.manual_seed(here.rank)
     losses = []
@@ -201,6 +197,17 @@ def ddp(here: RankContext) -> list[Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+    return losses
+
+
+def ddp(here: RankContext) -> list[Any]:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+    model: Any = DistributedDataParallel(layers, bucket_cap_mb=1)
+    losses = train(here, model)
     backend = model._get_ddp_logging_data()["backend_name"]
     return [*losses, *[p.detach() for p in model.parameters()], backend]
 
@@ -214,15 +221,7 @@ def fsdp(here: RankContext) -> list[Any]:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=here.mesh)  # sharded over tp, replicated over dp
     fully_shard(model, mesh=here.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    torch.manual_seed(here.rank)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.randn(8, 16)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = train(here, model)
     return [*losses, *[p.detach().to_local().clone() for p in model.parameters()]]
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import meshbook
+
+if TYPE_CHECKING:
+    from meshbook.controller.mesh import Mesh
 
 WORDS = 32
 
@@ -153,3 +160,29 @@ def trained(model: Any, data: Any) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def close(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-4, atol=2e-5)
+
+
+def compare(
+    mesh: Mesh, factory: Callable[[], nn.Module], strategy: Any, *, axis: str | None = "dp", given: str = "factory"
+) -> Any:
+    """Train a model on the mesh and in this process; losses and weights are the same.
+
+    Args:
+        axis: over which batches are cut; None: they are whole.
+        given: "factory", or "module": what the mesh gets.
+    """
+    torch.manual_seed(5)
+    alone = factory()
+    torch.manual_seed(5)
+    model = meshbook.distribute(factory if given == "factory" else copy.deepcopy(alone), mesh, strategy=strategy)
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
+    data = batches(3)
+    close(trained(model, data if axis is None else mesh.feed(data, axis=axis)), trained(alone, data))
+    for name, tensor in model.state_dict(full=True).items():
+        torch.testing.assert_close(tensor, alone.state_dict()[name], rtol=1e-3, atol=1e-4)
+    return model

@@ -23,15 +23,12 @@ from meshbook.rank.tensors import building
 from meshbook.rank.tensors.blocks import find_blocks
 from tests.budget import WAIT_S
 from tests.tensors import gpt
+from tests.tensors.models import close
 
 
 def trained(model: Any, places: Any, data: Any) -> list[float]:
     trainer = gpt.Trainer(model, places)
     return [trainer.step(*batch).item() for batch in data]
-
-
-def close(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
 
 
 def same_weights(model: Any, alone: nn.Module) -> None:

@@ -21,27 +21,9 @@ from meshbook.rank.tensors.pipeline import row_spans, stage_spans
 from meshbook.rank.tensors.strategies import Plan
 from tests.budget import WAIT_S, when
 from tests.tensors import models
+from tests.tensors.models import close, compare
 
 PIPELINE = Plan(pp="dp")
-
-
-def close(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-4, atol=2e-5)
-
-
-def compare(mesh: Mesh, factory: Callable[[], nn.Module], strategy: Any, *, is_cut: bool = False) -> Any:
-    """Train a model on the mesh and in this process; losses and weights are the same."""
-    torch.manual_seed(5)
-    alone = factory()
-    torch.manual_seed(5)
-    model = meshbook.distribute(factory, mesh, strategy=strategy)
-    for name, tensor in alone.state_dict().items():
-        assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
-    data = models.batches(3)
-    close(models.trained(model, mesh.feed(data, axis="dp") if is_cut else data), models.trained(alone, data))
-    for name, tensor in model.state_dict(full=True).items():
-        torch.testing.assert_close(tensor, alone.state_dict()[name], rtol=1e-3, atol=1e-4)
-    return model
 
 
 def five_layers() -> nn.Module:
@@ -58,14 +40,14 @@ def five_layers() -> nn.Module:
     ids=str,
 )
 def test_stages_give_the_losses_and_weights_of_one_process(mesh2: Mesh, strategy: Plan) -> None:
-    model = compare(mesh2, five_layers, strategy)
+    model = compare(mesh2, five_layers, strategy, axis=None)
     weight = model.get_parameter("layers.3.mlp.up_proj.weight")
     assert (weight.placements, weight.grad.placements) == ((Shard(0),), (Shard(0),))
     assert model.get_parameter("embed.weight").placements == (Replicate(),)
 
 
 def test_copies_of_a_pipeline_average_their_gradients(mesh22: Mesh) -> None:
-    model = compare(mesh22, five_layers, Plan(ddp="dp", pp="tp"), is_cut=True)
+    model = compare(mesh22, five_layers, Plan(ddp="dp", pp="tp"))
     assert model.get_parameter("layers.3.mlp.up_proj.weight").placements == (Replicate(), Shard(0))
     assert "ddp over dp=2, pp over tp=2" in str(model.plan)
 

@@ -16,12 +16,9 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, UsageError
 from meshbook.rank.tensors.dtensor_mode import DTensorMode
+from tests.tensors.models import close
 
 pytestmark = pytest.mark.numbers
-
-
-def close(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
 
 
 def same_step(model: Any, alone: nn.Module, x: torch.Tensor, mesh: Mesh, placements: Any) -> None:

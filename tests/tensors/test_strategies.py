@@ -19,25 +19,7 @@ from meshbook.errors import CellError, PlacementError, UsageError
 from meshbook.rank.tensors.strategies import Plan, plan_named
 from meshbook.rank.tensors.tensor_parallel import find_cut
 from tests.tensors import gpt, models
-
-
-def close(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-4, atol=2e-5)
-
-
-def compare(mesh: Mesh, factory: Any, strategy: Any, *, axis: str = "dp", given: str = "factory") -> Any:
-    """Train a model on the mesh and in this process; losses and weights are the same."""
-    torch.manual_seed(5)
-    alone = factory()
-    torch.manual_seed(5)
-    model = meshbook.distribute(factory if given == "factory" else copy.deepcopy(alone), mesh, strategy=strategy)
-    for name, tensor in alone.state_dict().items():
-        assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
-    data = models.batches(3)
-    close(models.trained(model, mesh.feed(data, axis=axis)), models.trained(alone, data))
-    for name, tensor in model.state_dict(full=True).items():
-        torch.testing.assert_close(tensor, alone.state_dict()[name], rtol=1e-3, atol=1e-4)
-    return model
+from tests.tensors.models import compare
 
 
 def test_hsdp_cuts_batches_over_both_axes_and_parameters_over_the_second(mesh22: Mesh) -> None:
