@@ -68,12 +68,6 @@ def test_debug_stops_a_rank_and_asks_on_the_terminal(mesh: Mesh) -> None:
     assert "stopped within the cell, line 4" in shown or "-> __import__('time').sleep(1000)" in shown
 
 
-def test_debug_without_a_terminal_says_what_it_needs(mesh: Mesh) -> None:
-    done = typed("debug", "hanging", "0-1")
-    assert done.status == 2
-    assert "nobody to type commands here" in done.err
-
-
 def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
     command = [sys.executable, "-m", "meshbook", "top", "--prometheus", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
@@ -107,6 +101,7 @@ def test_the_page_of_a_mesh_ends_with_the_mesh() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "complaint"),
     [
+        (("debug", "hanging", "0-1"), 2, "nobody to type commands here"),
         (("why", "nobody"), 1, "no mesh is named 'nobody'; running: hanging"),
         (("top", "--port", "80"), 2, "--port is the page's; write it like: meshbook top --web --port 8000"),
         (("top", "--prometheus", "-1"), 2, "'-1' is not a port; write a number"),

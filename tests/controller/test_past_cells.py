@@ -13,7 +13,7 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.past_cells import PastCell
 from meshbook.controller.starting import attach
-from meshbook.errors import CellError, UsageError
+from meshbook.errors import CellError
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
 
@@ -64,12 +64,6 @@ def test_a_cell_that_runs_can_be_read_so_far(mesh: Mesh, gate: Gate) -> None:
     gate.open()
     running.result(WAIT_S)
     assert mesh.history(number).text == "so far\nthe rest\n"
-
-
-def test_a_number_without_output_is_answered_with_those_that_have_some(mesh: Mesh) -> None:
-    mesh.run("pass", echo=False)
-    with pytest.raises(UsageError, match=rf"no output of a cell 99999 is kept; it is of cells: .*{last_number(mesh)}"):
-        mesh.history(99999)
 
 
 def test_a_figure_is_kept_and_shown_as_text_where_there_is_no_page(mesh: Mesh) -> None:

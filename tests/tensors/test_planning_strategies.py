@@ -19,7 +19,7 @@ from meshbook.tensors.module_plan import ModulePlan
 from meshbook.tensors.plan_estimates import estimate_plan, list_candidates
 from meshbook.tensors.planning import PlanComparison
 from tests.tensors import models
-from tests.tensors.test_strategies import close
+from tests.tensors.models import close
 
 SAMPLE = ((TensorShape((8, 6), "int64"),), {})
 
