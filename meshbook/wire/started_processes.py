@@ -19,7 +19,7 @@ from typing import Any
 
 from meshbook.clock import monotonic
 from meshbook.wire.processes import children_of, identify
-from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
+from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S, STUCK_AFTER_S
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -45,7 +45,8 @@ class StartedProcesses:
         """Send those of this call SIGINT, or SIGTERM where SIGINT is blocked. Any thread.
 
         Args:
-            hard: send SIGKILL to those that have been sent one.
+            hard: send SIGKILL to those that have been sent one. So are those sent one so long ago that a Stop would be
+                a second one, as for endpoints, whose interrupts do not say which they are.
         """
         running, begun_ticks, thread = self._call
         if running != call_id:
@@ -55,11 +56,12 @@ class StartedProcesses:
         for pid in _find_started(children, begun_ticks, os.getpgrp(), _pids_with_owners()):
             sent_at = self._interrupted.setdefault(pid, now)
             is_new = sent_at == now
-            if not (hard or is_new) and now - sent_at < SIGINT_DEBOUNCE_S:
+            kill = hard or now - sent_at > STUCK_AFTER_S
+            if not (kill or is_new) and now - sent_at < SIGINT_DEBOUNCE_S:
                 continue  # of the same Stop
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 soft = signal.SIGTERM if _blocks_sigint(pid) else signal.SIGINT
-                os.kill(pid, signal.SIGKILL if hard and not is_new else soft)
+                os.kill(pid, signal.SIGKILL if kill and not is_new else soft)
 
 
 def _blocks_sigint(pid: int) -> bool:

@@ -36,6 +36,9 @@ INTERRUPT_DEBOUNCE_S count as one.
 |                 |            |                                             | a processor nearly all the time   |
 | GIVE_UP_AFTER_S | controller | ends the cell without the rank              | none: it waits for a disk, driver |
 
+An actor's endpoint is interrupted by its caller, with nothing that says whether it is a second time: processes that it
+has started are killed by an interrupt more than STUCK_AFTER_S after their first.
+
 Other waits for ranks: the survivors of a lost rank have ABANDON_AFTER_S. A collective that failed because a peer exited
 waits for the supervisor's message with the cause; after ASK_REASON_AFTER_S it asks whether there will be one. This
 module knows no processes and no messages. On a machine that others share, `MESHBOOK_STRETCH` gives ranks more time for

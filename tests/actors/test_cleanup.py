@@ -284,6 +284,8 @@ class Shell(Actor):
         self.thread = threading.get_native_id()
         if how == "system":
             os.system("sleep 3000")
+        elif how == "stubbornly":
+            os.system("trap '' INT TERM; sleep 3000")
         else:
             subprocess.run(["sleep", "3000"], check=False, timeout=WAIT_S if how == "run with a timeout" else None)
 
@@ -295,19 +297,20 @@ class AsyncShell(Shell):
         os.system("sleep 3000")
 
 
+def sleeps(shell: Any) -> list[int]:
+    """Return the process that sleeps: os.system's shell, which may not have started it yet, takes SIGINT for it."""
+    (thread,) = shell._apply_concurrently(lambda actor: actor.thread).get(WAIT_S).values()
+    own = children_of(os.getpid(), thread) if thread else []
+    below = [*own, *itertools.chain.from_iterable(map(children_of, own))]
+    return [pid for pid in below if psutil.Process(pid).name() == "sleep"]
+
+
 @pytest.mark.parametrize(
     ("Class", "how"), [(Shell, "system"), (Shell, "run"), (Shell, "run with a timeout"), (AsyncShell, "system")]
 )
 def test_an_interrupt_reaches_the_process_that_an_endpoint_waits_for_and_no_other_actors(Class: type, how: str) -> None:
     shells = [this_proc().spawn(name, Class) for name in ("interrupted shell", "other shell")]
     calls = [shell.run.call_one(how) for shell in shells]
-
-    def sleeps(shell: Any) -> list[int]:
-        """Return the process that sleeps: os.system's shell, which may not have started it yet, takes SIGINT for it."""
-        (thread,) = shell._apply_concurrently(lambda actor: actor.thread).get(WAIT_S).values()
-        own = children_of(os.getpid(), thread) if thread else []
-        below = [*own, *itertools.chain.from_iterable(map(children_of, own))]
-        return [pid for pid in below if psutil.Process(pid).name() == "sleep"]
 
     when(lambda: all(map(sleeps, shells)), "both sleep")
     other = sleeps(shells[1])
@@ -320,6 +323,24 @@ def test_an_interrupt_reaches_the_process_that_an_endpoint_waits_for_and_no_othe
         calls[1].get(WAIT_S)
     for shell in shells:
         shell.stop().get(WAIT_S)
+
+
+def test_a_process_that_ignores_an_interrupt_of_its_endpoint_is_killed_by_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshbook.wire.started_processes.STUCK_AFTER_S", 0.1)
+    shell = this_proc().spawn("stubborn shell", Shell)
+    call = shell.run.call_one("stubbornly")
+    when(lambda: sleeps(shell))
+
+    def interrupted() -> bool:
+        call.interrupt()
+        return call.done()
+
+    when(interrupted)
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        call.get(WAIT_S)
+    shell.stop().get(WAIT_S)
 
 
 def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two() -> None:

@@ -86,6 +86,21 @@ def test_what_ignores_sigint_is_killed_by_a_second_stop(started: Started) -> Non
     assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
+def test_what_ignores_sigint_is_killed_by_an_interrupt_that_comes_when_a_stop_would_be_a_second_one(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started.begin("c")
+    process = started.start(IGNORES)
+    assert process.stdout is not None
+    process.stdout.readline()
+    started.interrupt("c", hard=False)
+    started.interrupt("c", hard=False)
+    assert process.poll() is None
+    monkeypatch.setattr(started_processes, "STUCK_AFTER_S", -1.0)
+    started.interrupt("c", hard=False)
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
 def test_what_blocks_sigint_gets_sigterm(started: Started) -> None:
     started.begin("c")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -106,8 +106,16 @@ class Future(Generic[R]):
         hint = "interrupt() ends the call" if name == "cancel" else "get() waits for its value, which may have it"
         raise AttributeError(f"the Future of {self.label} has no {name!r}; {hint}")
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError(f"the Future of {self.label} is no list; get() waits for its value, which may be one")
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(f"the Future of {self.label} is not its value; get() waits for that")
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else str(self)
+
+    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __float__ = __int__ = __index__ = __round__ = _refuse
+    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
 
     # ---- resolving
 
@@ -298,7 +306,7 @@ def interrupt_calls(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
         _wait_all(calls if interrupted else [], _INTERRUPT_GRACE_S)
     still_running = _send_interrupts(calls)
     if still_running:
-        why = "it sleeps or is in C code, and ends when it next runs Python"
+        why = "it sleeps or is in C code, and ends when it next runs Python; interrupt(actors) kills its subprocesses"
         return _with_short_traceback(KeyboardInterrupt(f"{still_running} was interrupted and goes on: {why}"))
     return _with_short_traceback(KeyboardInterrupt(*([f"{interrupted} was interrupted"] if interrupted else [])))
 
