@@ -99,6 +99,9 @@ class ValueMesh(AgreedOperators, MeshTrait, Generic[R]):
     def __iter__(self) -> Iterator[tuple[Point, R]]:
         return self.items()
 
+    def __contains__(self, thing: object) -> NoReturn:
+        raise TypeError("a ValueMesh has points and values; `in values.values()` asks for a value")
+
     def __getattr__(self, name: str) -> Any:
         hint = "" if name.startswith("_") else "; values[0] is the first value, list(values.values()) are all"
         raise AttributeError(f"'ValueMesh' object has no attribute {name!r}{hint}", name=name, obj=self)

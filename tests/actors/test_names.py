@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -48,13 +49,18 @@ def test_a_point_and_an_extent_say_where_as_in_monarch() -> None:
 
 
 def test_a_forgotten_get_is_named_where_the_future_is_used_as_its_value() -> None:
-    future = actor.Future.of([1], "trainers.step")
+    future: Any = actor.Future.of([1], "trainers.step")
     with pytest.raises(AttributeError, match=r"the Future of trainers.step has no 'mean'; get\(\) waits for its value"):
         _ = future.mean
     with pytest.raises(AttributeError, match=r"no 'cancel'; interrupt\(\) ends the call"):
         future.cancel()
-    with pytest.raises(TypeError, match=r"the Future of trainers.step is no list; get\(\) waits"):
-        list(future)
+    uses: list[Callable[[Any], object]] = [list, bool, float, round, abs, "{:.2f}".format]
+    uses += [lambda it: it + 1, lambda it: 1 - it, lambda it: it < 0.5, lambda it: it[0], lambda it: 1 in it]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"the Future of trainers.step is not its value; get\(\) waits"):
+            use(future)
+    assert f"{future}" == "<Future: trainers.step is done>"
+    assert future != [1]
     assert copy.copy(future).get() == [1]
     assert not hasattr(future, "__array__")
 
@@ -102,3 +108,5 @@ def test_a_point_and_its_value_used_as_the_value_alone_say_what_to_write() -> No
     ):
         with pytest.raises(TypeError, match=r"yields \(point, value\).*values\.values\(\)"):
             use(losses)
+    with pytest.raises(TypeError, match=r"`in values\.values\(\)` asks for a value"):
+        assert 0.1 in losses
