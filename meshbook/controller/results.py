@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from meshbook.controller.agreed import AgreedOperators, values_equal
 from meshbook.errors import Failure, MeshShapeError, ValuesDiffer
@@ -20,8 +20,11 @@ from meshbook.wire.messages import OutcomeGroup, Value
 Fetch = Callable[[tuple[int, ...], str], dict[int, Any]]
 
 
-class RankValues(AgreedOperators, Mapping[int, Any]):
-    """One value per rank, as a mapping from rank to value.
+class RankValues(AgreedOperators):
+    """One value per rank: `values[0]`, `values.items()`, `dict(values)`.
+
+    It is no Mapping: iterating it would yield ranks, and `sum(values)` would add these up. `values.values()` yields the
+    values, in rank order.
 
     Values that were too large to send along are fetched on first access, from their rank only; displaying them needs no
     fetch.
@@ -53,7 +56,7 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
             for ref in refs:
                 weakref.finalize(self, release, ref).atexit = False
 
-    # ---- a mapping
+    # ---- by rank
 
     def __getitem__(self, rank: int) -> Any:
         if rank not in self._value_of:
@@ -69,19 +72,32 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
         hint = "" if name.startswith("_") else "; these are values by rank: values[0] is rank 0's, values.stack() all"
         raise AttributeError(f"'RankValues' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._value_of))
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "values by rank do not say whether their ranks or their values are meant here: values.values() are the "
+            "values, values.keys() the ranks, values.items() both"
+        )
+
+    __contains__ = _refuse
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        self._refuse()
+        yield  # a generator: where iter() itself raises a TypeError, torch.tensor() says "not a sequence" instead
 
     def __len__(self) -> int:
         return len(self._value_of)
 
-    def values(self) -> Any:
-        self._load_values(tuple(self))
-        return super().values()
+    def keys(self) -> KeysView[int]:
+        return dict.fromkeys(sorted(self._value_of)).keys()
 
-    def items(self) -> Any:
-        self._load_values(tuple(self))
-        return super().items()
+    def values(self) -> ValuesView[Any]:
+        return self._by_rank().values()
+
+    def items(self) -> ItemsView[int, Any]:
+        return self._by_rank().items()
+
+    def get(self, rank: int, default: Any = None) -> Any:
+        return self[rank] if rank in self._value_of else default
 
     # ---- selecting and combining
 
@@ -92,7 +108,7 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
             MeshShapeError: no such point, or it selects several ranks.
         """
         if not point and len(self._value_of) == 1:
-            return self[next(iter(self))]
+            return self[min(self._value_of)]
         return self[self._axes.rank_at(**point)]
 
     def same(self) -> Any:
@@ -107,10 +123,10 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
             raise ValuesDiffer("no rank has a value here")
         if len(distinct) > 1 or (not known and not self._all_equal()):
             raise ValuesDiffer(
-                f"{name_ranks(self)} do not agree:\n{self}\n"
+                f"{name_ranks(self.keys())} do not agree:\n{self}\n"
                 "take one rank's: values[0], values.item(dp=0); of a name on the ranks mesh.pull(name)[0]"
             )
-        return self[next(iter(self))]
+        return self[min(self._value_of)]
 
     def stack(self, dim: int = 0) -> Any:
         """Stack all ranks' tensors (or arrays, or numbers) along a new dim, in rank order.
@@ -121,7 +137,7 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
         Raises:
             ValueError, RuntimeError: from torch or numpy, if shapes differ.
         """
-        every = [self[rank] for rank in self]
+        every = [self[rank] for rank in self.keys()]
         if every and type(every[0]).__module__ == "numpy" and hasattr(every[0], "shape"):
             import numpy
 
@@ -139,8 +155,10 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
         import numpy
 
         ways = "values.stack() has a row per rank, pandas.DataFrame(dict(values)) a column with the rank's name"
-        if tuple(self) != tuple(range(len(self))):
-            raise TypeError(f"these are the values of {name_ranks(self)}, whose rows would be numbered from 0; {ways}")
+        if tuple(self.keys()) != tuple(range(len(self))):
+            raise TypeError(
+                f"these are the values of {name_ranks(self.keys())}, whose rows would be numbered from 0; {ways}"
+            )
         if any(isinstance(value, Mapping) for value in self.values()):
             raise TypeError("each rank's value is a dict; pandas.DataFrame(values.values()) has a row per rank")
         return numpy.asarray([numpy.asarray(value) for value in self.values()], dtype=dtype)
@@ -155,15 +173,22 @@ class RankValues(AgreedOperators, Mapping[int, Any]):
         return len(self) > 0 and super().__bool__()
 
     def __eq__(self, other: object) -> bool:
-        return Mapping.__eq__(self, other) if isinstance(other, Mapping) else self._meshbook_agreed("eq", other)
+        if isinstance(other, RankValues | Mapping):
+            return self._by_rank() == dict(other)
+        return bool(self._meshbook_agreed("eq", other))
 
     __ne__ = object.__ne__
     __hash__ = None  # type: ignore[assignment]
 
     def _all_equal(self) -> bool:
-        self._load_values(tuple(self))
-        first, *others = (self._loaded[rank] for rank in self)
+        first, *others = self.values()
         return all(values_equal(first, other) for other in others)
+
+    def _by_rank(self) -> dict[int, Any]:
+        """Return all values, in rank order. Loads or fetches them at once."""
+        ranks = tuple(self.keys())
+        self._load_values(ranks)
+        return {rank: self._loaded[rank] for rank in ranks}
 
     def _load_values(self, ranks: tuple[int, ...]) -> None:
         """Load or fetch these ranks' values."""

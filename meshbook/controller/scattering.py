@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook.controller import remote
 from meshbook.controller.remote import RemoteValue
+from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
 from meshbook.data import batches
 from meshbook.mesh_axes import MeshAxes
@@ -29,7 +30,7 @@ def scatter(session: Session, axes: MeshAxes, batch: Any, axis: str, dim: int) -
     return remote.result_handle(session, command.call, command.ranks, session.run_for_values(command), "scattered")
 
 
-def gather(axes: MeshAxes, axis: str, dim: int, pull: Callable[[Sequence[int]], Mapping[int, Any]]) -> Any:
+def gather(axes: MeshAxes, axis: str, dim: int, pull: Callable[[Sequence[int]], RankValues]) -> Any:
     """Concatenate the pieces along `axis`, each from the first rank at its coordinate.
 
     Args:

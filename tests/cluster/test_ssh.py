@@ -40,7 +40,7 @@ def test_axes_lie_on_machines(mesh: Mesh) -> None:
     assert mesh.axes == {"node": 2, "gpu": 2}
     names = mesh.run("__import__('socket').gethostname()").values
     assert [names.item(node=node, gpu=gpu) for node in (0, 1) for gpu in (0, 1)] == ["n1", "n1", "n2", "n2"]
-    assert list(mesh.slice(node=1).run("rank").values) == [2, 3]
+    assert list(mesh.slice(node=1).run("rank").values.values()) == [2, 3]
 
 
 def test_hosts_say_what_they_are(mesh: Mesh) -> None:

@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(trio: Mesh
     finally:
         os.kill(pid, signal.SIGCONT)
     when(lambda: trio.status().ranks[1].state == "idle")
-    assert list(trio.run("rank").values) == [0, 1, 2]
+    assert list(trio.run("rank").values.values()) == [0, 1, 2]
 
 
 def test_a_supervisor_that_dies_with_its_standby_takes_its_ranks_along_and_the_client_is_told(trio: Mesh) -> None:
@@ -118,7 +118,7 @@ def test_a_supervisor_that_is_told_to_end_by_a_signal_says_so_and_a_hangup_does_
     supervisor = trio.session.info.supervisor_pid
     os.kill(supervisor, signal.SIGHUP)
     os.kill(supervisor, signal.SIGINT)
-    assert list(trio.run("rank").values) == [0, 1, 2]
+    assert list(trio.run("rank").values.values()) == [0, 1, 2]
     future = begun(trio, "import time\ntime.sleep(1000)")
     os.kill(supervisor, signal.SIGTERM)
     error = future.exception(WAIT_S)  # type: ignore[attr-defined]

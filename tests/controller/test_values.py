@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import duckdb
 import matplotlib
@@ -85,6 +87,18 @@ def test_operators_take_the_value_on_which_all_ranks_agree(mesh: Mesh) -> None:
     assert mesh.run("rank").values < 4
     with pytest.raises(ValuesDiffer, match=r"values\[0\]"):
         mesh.run("rank").values < 2  # noqa: B015  (asking is the test)
+
+
+def test_what_could_mean_the_ranks_or_their_values_is_refused_with_what_to_write(mesh: Mesh) -> None:
+    values = mesh.run("10 * rank").values
+    uses: list[Callable[[Any], object]] = [sum, max, sorted, list, torch.tensor, lambda it: [*it], lambda it: 10 in it]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"values\.values\(\) are the values, values\.keys\(\) the ranks"):
+            use(values)
+    assert (sum(values.values()), list(values.keys()), len(values)) == (60, [0, 1, 2, 3], 4)
+    assert dict(values) == dict(values.items()) == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert (values.get(1), values.get(7, "none")) == (10, "none")
+    assert values == mesh.run("rank * 10").values
 
 
 def test_a_large_value_stays_on_its_rank_until_it_is_asked_for(mesh: Mesh) -> None:

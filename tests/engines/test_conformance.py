@@ -181,7 +181,7 @@ def test_a_killed_rank_is_named_and_the_others_live(mesh: Mesh) -> None:
     error = future.exception(WAIT_S)
     assert isinstance(error, RankLost)
     assert error.ranks == (2,)
-    assert list(mesh.run("rank").values) == [0, 1, 3]
+    assert list(mesh.run("rank").values.values()) == [0, 1, 3]
 
 
 def test_light_ranks_need_no_torch() -> None:
@@ -198,4 +198,4 @@ def test_a_lost_host_loses_its_ranks_and_the_others_live() -> None:
         error = future.exception(WAIT_S)
         assert isinstance(error, RankLost)
         assert error.ranks == (2, 3)
-        assert list(mesh.run("rank").values) == [0, 1]
+        assert list(mesh.run("rank").values.values()) == [0, 1]
