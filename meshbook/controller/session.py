@@ -6,6 +6,7 @@ nothing itself: output goes to the handler it is given.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -26,8 +27,9 @@ from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, StartError
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.previews import expressions
-from meshbook.wire import messages
+from meshbook.wire import keys, messages
 from meshbook.wire.messages import MeshSpec, ProjectFile
+from meshbook.wire.process_control import kill_supervisor
 
 Files = tuple[ProjectFile, ...]
 
@@ -37,6 +39,11 @@ OnWaiting = Callable[[messages.MeshStarting], object]
 _STOP_TIMEOUT_S = 15.0
 _QUERY_TIMEOUT_S = 3.0
 _PULL_INLINE_BYTES = 1 << 16
+
+_TOO_SLOW = (
+    "{} ranks did not come up within {:.0f} s and were stopped{}; give them more time with start_timeout_s in "
+    "meshbook.toml, or look at what they wait for with fewer ranks"
+)
 
 
 class Session:
@@ -100,10 +107,9 @@ class Session:
         except TimeoutError:
             advice = _network_advice(self.connection) if spec.on else ""
             self.stop()
-            raise StartError(
-                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped{advice}; give them more "
-                "time with start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
-            ) from None
+            if self.connection.connection_info.is_alive:  # it is too busy to stop
+                kill_mesh(self.connection.connection_info)
+            raise StartError(_TOO_SLOW.format(axes.size, timeout_s, advice)) from None
         except NotAttached as error:
             raise StartError(str(error)) from error
         except BaseException:
@@ -404,6 +410,13 @@ def _next_report(
         return reports.get(timeout=left_s)
     except Empty:
         raise TimeoutError from None
+
+
+def kill_mesh(connection: keys.ConnectionInfo) -> None:
+    """End a mesh whose supervisor does not: its ranks end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        kill_supervisor(connection.pid)
+    keys.remove_folder(keys.runtime_folder() / connection.name)
 
 
 def _stop_and_close(connection: SupervisorConnection, ended: threading.Event, stop: bool) -> None:

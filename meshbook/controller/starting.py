@@ -29,14 +29,13 @@ from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.project import project_of
 from meshbook.controller.project_folder import find_project
-from meshbook.controller.session import Session
+from meshbook.controller.session import Session, kill_mesh
 from meshbook.engines import ENGINES
 from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
 from meshbook.host.gpus import count_free_gpus, count_gpus, find_others_gpus
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
-from meshbook.wire.process_control import kill_supervisor
 
 # Clients that show under their cells what happened meanwhile (`kernel.meshes`).
 _NOTEBOOK_KINDS = ("kernel", "ipython")
@@ -190,9 +189,7 @@ def launch_session(name: str, *, kind: str, orphan_ttl_s: float, stop_at_exit: b
     try:
         return open_session(found, kind=kind, orphan_ttl_s=orphan_ttl_s, stop_at_exit=stop_at_exit)
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            kill_supervisor(found.pid)
-        keys.remove_folder(keys.runtime_folder() / name)
+        kill_mesh(found)
         raise
 
 

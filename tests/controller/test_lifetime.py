@@ -207,6 +207,20 @@ def test_a_supervisor_that_does_not_answer_the_process_that_launched_it_is_ended
     assert not (keys.runtime_folder() / "deaf").exists()
 
 
+def test_a_start_that_takes_too_long_leaves_no_supervisor_that_has_no_time_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meshbook.toml").write_text("start_timeout_s = 0.01")
+    monkeypatch.chdir(tmp_path)
+    asked: list[SupervisorConnection] = []
+    monkeypatch.setattr(
+        "meshbook.controller.session._stop_and_close", lambda connection, *_, **__: asked.append(connection)
+    )
+    with pytest.raises(StartError, match=r"2 ranks did not come up within 0 s and were stopped"):
+        create_mesh(2)
+    when(lambda: not asked[0].connection_info.is_alive)
+
+
 def test_an_impossible_runtime_folder_is_told_and_nothing_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
