@@ -515,15 +515,22 @@ def test_a_restarted_kernel_finds_the_mesh_of_the_one_before(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(300)
-def test_readers_of_a_running_notebook_share_its_mesh(tmp_path: Path) -> None:
-    path = notebook(tmp_path, MAKE, "mesh.run('seen = globals().get(\"seen\", 0) + 1\\nseen').values")
-    with served("run", path) as server, page_of(server, path) as first, page_of(server, path) as second:
-        for page in (first, second):
-            page.until(lambda page=page: len(page.cells) == 2, "both cells")  # type: ignore[misc]
-            page.until(lambda page=page: all(cell["output"] for cell in page.cells.values()), "both outputs")  # type: ignore[misc]
+def test_readers_of_a_running_notebook_share_its_mesh_and_have_a_dashboard_each(tmp_path: Path) -> None:
+    path = notebook(
+        tmp_path, MAKE, "mesh.run('seen = globals().get(\"seen\", 0) + 1\\nseen').values", "mesh.dashboard()"
+    )
+    with served("run", path) as server, ExitStack() as readers:
+        pages: list[Page] = []
+        for number in (2, 1):  # two at once, and a later one
+            pages += [readers.enter_context(page_of(server, path)) for _ in range(number)]
+            for page in pages:
+                page.until(lambda page=page: len(page.cells) == 3, "the cells")  # type: ignore[misc]
+                page.until(lambda page=page: all(cell["output"] for cell in page.cells.values()), "their outputs")  # type: ignore[misc]
         assert len(mesh_names()) == 1
-        shown = sorted(text_of(page.cells[list(page.cells)[-1]]) for page in (first, second))
-        assert shown == ["1", "2"]
+        shown = [list(page.cells.values()) for page in pages]
+        assert sorted(text_of(cells[1]) for cells in shown) == ["1", "2", "3"]
+        dashboards = [re.search(r"data-model-id='(\S+)'", cells[2]["output"]["data"]) for cells in shown]
+        assert len({found and found[1] for found in dashboards}) == 3
 
 
 def test_a_script_that_ends_takes_its_mesh_with_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from meshbook.dashboard import assets
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from meshbook.dashboard.web_server import SideChannel
 from meshbook.errors import MeshbookError
+from meshbook.marimo import page
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -43,6 +44,7 @@ class Dashboard(anywidget.AnyWidget):
         self._client = DashboardClient(mesh, self._send_message, resends=True)
         self._hub = DashboardHub.of(mesh.session)
         self._side_channel: SideChannel | None = None
+        self._reader = page.reader()
         self._hub.add_client(self._client)
         self.on_msg(self._on_request)
         if not _route_to_subshell(self.comm):
@@ -51,6 +53,8 @@ class Dashboard(anywidget.AnyWidget):
     @property
     def is_open(self) -> bool:
         """Whether a page can still be reached: marimo closes a widget's comm when its cell runs again."""
+        if self._reader is not None and not self._reader.is_alive():
+            return False
         return self.comm is not None and not getattr(self.comm, "_closed", False)
 
     def close(self) -> None:
@@ -92,16 +96,16 @@ class Dashboard(anywidget.AnyWidget):
 
 
 def dashboard(mesh: Mesh) -> Dashboard:
-    """Return the widget of this mesh, or of this slice; the same one while it is open."""
+    """Return the widget of this mesh, or of this slice, on this page; the same one while it is open."""
     widgets: dict[Any, Dashboard] = mesh.session.extras.setdefault("dashboard widgets", {})
-    key = tuple(mesh.ranks), tuple(mesh.axes.items())
-    known = widgets.get(key)
-    if known is not None and known.is_open:
-        return known
-    if known is not None:
-        known.close()
-    widget = widgets[key] = Dashboard(mesh)
-    return widget
+    for key, widget in list(widgets.items()):
+        if not widget.is_open:
+            widget.close()
+            widgets.pop(key, None)
+    key = page.reader(), tuple(mesh.ranks), tuple(mesh.axes.items())
+    if key not in widgets:
+        widgets[key] = Dashboard(mesh)
+    return widgets[key]
 
 
 def _route_to_subshell(comm: Any) -> bool:

@@ -10,6 +10,7 @@ import getpass
 import html
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,15 @@ def running_cell() -> MarimoCell | None:
         mode=mode if mode in ("edit", "run") else "script",
         execution=getattr(context, "execution_context", None),
     )
+
+
+def reader() -> threading.Thread | None:
+    """Return the kernel of the reader whose cell this thread runs, in `marimo run`; None elsewhere.
+
+    It is a thread of the server, and ends with the reader's page.
+    """
+    cell = running_cell()
+    return threading.current_thread() if cell is not None and cell.mode == "run" else None
 
 
 def append_output(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
