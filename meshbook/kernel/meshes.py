@@ -112,6 +112,11 @@ class NotebookMeshes(Mapping[str, Mesh]):
                 f"{format_names(session.info.names)}; %mesh restart gives fresh ranks"
             )
             found.append(session)
+        while self._warm_starter.in_use:
+            name, kernels = self._warm_starter.in_use.pop()
+            self._on_notice(
+                f"this notebook's mesh {name} is left to {kernels}, attached to it; %mesh attach {name} goes back"
+            )
         for session in found:  # after all were added, because what shows their output depends on that
             self._report_cells(session, "from before the kernel's restart")
 

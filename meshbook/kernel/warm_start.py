@@ -34,6 +34,7 @@ class WarmStarter:
     def __init__(self, owner: str, *, kind: str, orphan_ttl_s: float, warm: bool) -> None:
         self._owner, self._kind, self._orphan_ttl_s, self._warm = owner, kind, orphan_ttl_s, warm
         self.inherited_environment = dict(os.environ)  # the environment that the standby's ranks inherit
+        self.in_use: list[tuple[str, str]] = []  # meshes of this owner to which other kernels are attached, and these
         self._found: list[Session] = []
         self._standby: Session | None = None
         self._search_done = threading.Event()
@@ -87,8 +88,9 @@ class WarmStarter:
                 log.warning("the mesh %s of this notebook cannot be attached to: %s", found.name, error)
                 continue
             others = [client for client in session.info.clients if not client.endswith(f"(pid {os.getpid()})")]
-            if any(client.startswith("kernel") for client in others):
-                session.detach()  # another kernel of the same notebook uses it
+            if kernels := [client for client in others if client.startswith("kernel")]:
+                session.detach()
+                self.in_use.append((found.name, " and ".join(kernels)))
             elif session.axes is not None:
                 self._found.append(session)
             elif self._standby is None and self._warm:

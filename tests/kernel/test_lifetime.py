@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from meshbook.controller.starting import attach
 from meshbook.kernel.warm_start import mesh_name_stem
 from meshbook.supervisor.clients import EMPTY_TTL_S
 from meshbook.wire.folders import runtime_folder
@@ -72,6 +74,24 @@ def test_a_restarted_kernel_is_back_on_its_mesh() -> None:
         front.close()
         front.manager.shutdown_kernel()
         when(lambda: all(map(has_exited, pids.values())), "the end of the mesh")
+
+
+def test_a_mesh_to_which_another_kernel_is_attached_is_left_to_that_with_a_word() -> None:
+    with kernel() as front:
+        front.run("kept = rank")
+        pids = front.pids()
+        (name,) = folders()
+        mesh = attach(name, kind="kernel")
+        front.manager.restart_kernel()
+        front = again(front)
+        notes = front.run("%%controller\n1").notes
+        assert re.search(
+            rf"mesh {name} is left to .*kernel \(pid {os.getpid()}\).*%mesh attach {name} goes back", notes
+        )
+        front.run(f"%mesh attach {name}")
+        assert front.pids() == pids
+        front.close()
+        mesh.stop()
 
 
 def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_have_it() -> None:
