@@ -132,8 +132,11 @@ def _actors(notebook: Notebook, options: argparse.Namespace) -> Table:
 
 
 def _show(notebook: Notebook, options: argparse.Namespace) -> None:
-    mesh = notebook.meshes.get_mesh(None)
-    notebook.front_end.show_omitted(selected_ranks(mesh, options))
+    ranks = selected_ranks(notebook.meshes.get_mesh(None), options)
+    try:
+        notebook.front_end.show_omitted(ranks)
+    except UsageError as nothing:  # no error of a cell, at which Run All would stop
+        print(f"Nothing to show: {nothing}.")
 
 
 def _interrupt(notebook: Notebook, options: argparse.Namespace) -> None:
@@ -188,7 +191,9 @@ def _local_variable(notebook: Notebook, name: str, mesh: Mesh) -> Any:
         own = [other for other in _namespace(notebook) if other not in notebook.shell.user_ns_hidden]
         hint = suggest(name, own) or f"bind it {'in a %%controller cell' if notebook.auto else 'here'} first"
         raise MeshNameError(f"`{name}` is neither here nor on the ranks; {hint}") from None
-    raise MeshNameError(f"`{name}` lives on the ranks already; bring it here with: values = %mesh pull {name}")
+    raise MeshNameError(
+        f"`{name}` lives on the ranks already; a %%controller cell brings it here: values = %mesh pull {name}"
+    )
 
 
 def _is_local(notebook: Notebook, name: str) -> bool:
@@ -404,7 +409,7 @@ COMMANDS = {
     ),
     "pull": MagicCommand(
         "%mesh pull NAME [--rank R]",
-        "Bring what the ranks hold here: `values = %mesh pull loss`.",
+        "Bring what the ranks hold here: `values = %mesh pull loss` in a %%controller cell.",
         _pull,
         (_argument("what"), _argument("--rank", type=int)),
         "--rank: this rank's alone, as it is.",

@@ -198,6 +198,7 @@ def test_ranks_that_are_not_there_run_nothing(typed: Terminal, head: str, senten
         ("%mesh statsu", "did you mean %mesh status?"),
         ("%mesh stat", "did you mean %mesh status?"),
         ("%mesh shutdown", "did you mean %mesh stop?"),
+        ("%mesh start 4", "unrecognized arguments: 4. Write it like: %mesh start -n 4"),
         ("%mesh frobnicate", "there is no %mesh frobnicate; there is start, restart, status"),
         ("%mesh start -n many", "-n takes a number of ranks, not 'many'. Write it like: %mesh start -n 4"),
         ("%mesh start -n 2 --nam x", "unrecognized arguments: --nam x. Write it like: %mesh start"),
@@ -257,6 +258,13 @@ def test_a_cell_in_the_background_gives_a_future_at_once(typed: Terminal) -> Non
     mesh_of(typed).interrupt()
     assert type(future.exception(WAIT_S)).__name__ == "CellInterrupted"
     assert dict(typed("%%mesh --bg\nrank * 10").result(WAIT_S).values) == {0: 0, 1: 10}
+
+
+def test_show_where_nothing_was_left_out_says_so_and_is_no_error(
+    typed: Terminal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed("%mesh show")
+    assert "Nothing to show: every display of the cells that ran is shown already." in capsys.readouterr().out
 
 
 def test_a_setup_cell_is_known_as_one(typed: Terminal) -> None:
@@ -323,7 +331,7 @@ def test_a_name_that_lives_on_the_other_side_is_told_of(typed: Terminal) -> None
     with pytest.raises(MeshNameError) as raised:
         typed("%mesh push only_there")
     assert str(raised.value) == (
-        "`only_there` lives on the ranks already; bring it here with: values = %mesh pull only_there"
+        "`only_there` lives on the ranks already; a %%controller cell brings it here: values = %mesh pull only_there"
     )
 
 
