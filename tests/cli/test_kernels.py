@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
 
 from meshbook.cli import kernels
 from tests.budget import WAIT_S
@@ -52,6 +53,28 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     assert done.status == 2
     assert "cannot be written" in done.err
     assert "meshbook install --user" in done.err
+
+
+def test_the_kernel_speaks_encrypted_with_a_server_that_demands_it(tmp_path: Path) -> None:
+    specs = kernels.MeshbookKernelSpecManager()
+    manager = KernelManager(
+        kernel_name="meshbook",
+        kernel_spec_manager=specs,
+        transport="ipc",
+        ip=f"{tmp_path}/k",
+        transport_encryption="required",
+    )
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(WAIT_S)
+        reply = client.execute_interactive("%%controller\n1", timeout=WAIT_S)
+        assert reply["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+        manager.cleanup_resources()
 
 
 def test_the_commands_own_kernel_needs_no_installation() -> None:
