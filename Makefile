@@ -13,7 +13,7 @@
 #   make test-cluster  those on several machines, which are made of namespaces: as root, with sshd and iproute2; with
 #                     slurm-wlm and munge those in a Slurm cluster too, with Ray (PEERS=1) those on a Ray
 #   make test-gpu  those that need NVIDIA GPUs, one or several; what passed where is written to build/gpu.md
-#   make lab     open the quickstart in JupyterLab
+#   make lab     open the quickstart in JupyterLab; as root, as in a container: make lab LAB_ARGS=--allow-root
 #   make bench   measure, and compare with what others do (make bench PEERS=1 installs the others too)
 #   make docs    build the docs site into build/site; a broken link or name is an error
 #   make check   ruff and mypy --strict
@@ -46,6 +46,7 @@ $(BIN)/python:
 
 # One stamp per set of extras: installed if this file is newer than everything it was made from.
 $(VENV)/installed-%: $(SOURCES) | $(BIN)/python
+	@echo 'Installing Meshbook[$*] into $(VENV): minutes, where PyTorch has to be fetched.'
 	$(INSTALL) -e '.[$*]'
 	@touch $@
 
@@ -82,7 +83,7 @@ test-pure:
 	$(PURE_VENV)/bin/python -m pytest -q -rfE --numprocesses=$(WORKERS) --dist=loadfile -m pure tests $(PYTEST_ARGS)
 
 lab: $(VENV)/installed-lab
-	$(BIN)/python -m jupyter lab $(QUICKSTART)
+	$(BIN)/python -m jupyter lab $(QUICKSTART) $(LAB_ARGS)
 
 bench: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -13,7 +13,7 @@ export function showStacks(message, again) {
   grow(tree, message.tree, "", 0);
   return [
     h("div", { class: "mbd-toolbar" },
-      h("span", { class: "mbd-muted" }, message.title),
+      h("span", { class: "mbd-muted" }, `${message.title}, at ${new Date().toLocaleTimeString()}`),
       button("Take again", again),
       button("Copy as text", () => copyText(message.text)),
     ),
