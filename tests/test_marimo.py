@@ -434,10 +434,11 @@ def test_an_edited_notebook_keeps_its_mesh_and_shows_what_the_ranks_do(tmp_path:
         "y = mesh['y']\ny",
         "# mesh\nfrom IPython.display import display, HTML\ndisplay(HTML(f'<b>{mesh.get_rank()}</b>'))\nmesh.size()",
         "mesh.run('1 / rank')",
+        "# mesh\nmesh\n2 / rank",
     )
     with served("edit", path) as server, page_of(server, path) as page:
         page.run_all()
-        make, values, _, body, handle, rich, error = (page.cells[id] for id in page.ids)
+        make, values, _, body, handle, rich, error, marked = (page.cells[id] for id in page.ids)
         assert re.fullmatch(r"&lt;Mesh &#x27;book-\w+&#x27; rank=2&gt;", text_of(make))
         assert shows(strip_ansi(values["console"]), "from 0…1\n", "[0] from 0\n", "[1] from 1\n")
         # As typed text, not with the colour codes that a terminal would read.
@@ -450,6 +451,9 @@ def test_an_edited_notebook_keeps_its_mesh_and_shows_what_the_ranks_do(tmp_path:
         assert "2</pre>" in rich["output"]["data"]
         assert error["output"]["mimetype"] == "application/vnd.marimo+error"
         assert "rank 0: ZeroDivisionError" in json.dumps(error["output"]["data"])
+        (shown,) = marked["output"]["data"]
+        assert shown["msg"] == "rank 0: ZeroDivisionError: division by zero (rank 1 ran to the end)"
+        assert strip_ansi(re.sub(r"<[^>]*>", "", marked["console"])).count("2 / rank") == 1
 
         (name,) = mesh_names()
         pid = page.run("pid", "mesh.run('import os; os.getpid()').values[0]")["output"]["data"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -142,6 +143,11 @@ def _raise_for_marimo(error: BaseException, glbls: Mapping[str, Any]) -> NoRetur
     if isinstance(error, MeshbookError):
         error.__traceback__ = None  # no frame is the user's; the ranks' tracebacks are in its notes
     if isinstance(error, CellError):
+        running = page.running_cell()
+        if running is not None and running.mode != "script":
+            # marimo runs an error's notes together in one paragraph; of what is printed it keeps the lines
+            print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+            error.__notes__ = []
         for failure in error.failures:
             found = _UNDEFINED.search(failure.evalue) if failure.ename == "NameError" else None
             if found is not None and found[1] in glbls and not isinstance(glbls[found[1]], RemoteValue):
