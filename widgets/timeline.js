@@ -48,15 +48,15 @@ export class Timeline {
     this.bars = [];
     c.font = "11px ui-sans-serif, system-ui, sans-serif";
     if (!rows.length) return;
-    for (let tick = 0; tick <= 4; tick++) {
-      const ago = (span * tick) / 4;
+    for (let tick = 0; tick <= 3; tick++) {
+      const ago = (span * tick) / 3;
       c.strokeStyle = colour("line");
       c.beginPath();
       c.moveTo(X(ago), 0);
       c.lineTo(X(ago), rows.length * ROW);
       c.stroke();
       c.fillStyle = colour("muted");
-      c.textAlign = tick === 0 ? "right" : tick === 4 ? "left" : "center";
+      c.textAlign = tick === 0 ? "right" : tick === 3 ? "left" : "center";
       c.fillText(tick === 0 ? "now" : `${formatSeconds(ago)} ago`, X(ago), rows.length * ROW + 16);
     }
     rows.forEach(([rank, bars], row) => {
@@ -69,7 +69,7 @@ export class Timeline {
         const long = Math.max(2, X(ended ?? 0) - x);
         c.fillStyle = colour(ended === null ? "waiting" : "busy");
         c.globalAlpha = ended === null ? 0.9 : 0.55;
-        c.fillRect(x, y + 3, long, ROW - 6);
+        c.fillRect(x, y + 1, long, ROW - 2);
         c.globalAlpha = 1;
         const words = `rank ${rank}: ${op} #${seq} (${group})${what ? ` ${what}` : ""}, ${
           ended === null ? `open for ${formatSeconds(began)}` : `took ${formatSeconds(began - ended)}, ended ${formatSeconds(ended)} ago`}`;

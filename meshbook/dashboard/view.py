@@ -363,6 +363,8 @@ def _apply_carriage_returns(text: str) -> str:
 
 def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_open: bool) -> Message:
     """Return the last collectives of these ranks, and all that wait."""
+    waits = incomplete_collectives(snapshot.collectives, snapshot.at, len(snapshot.ranks))
+    missing = {rank for wait in waits for rank in parse_ranks(wait["missing"])}  # their rows show that they are not there
     rows = []
     for rank in ranks:
         bars = [
@@ -377,13 +379,13 @@ def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_o
             for one in snapshot.collectives.get(rank, ())
             if one.ended_at is None or snapshot.at - one.ended_at < _COLLECTIVES_SPAN_S
         ]
-        if bars:
+        if bars or rank in missing:
             rows.append([rank, bars[-_MAX_COLLECTIVES_PER_RANK[is_panel_open] :]])
     return {
         "kind": "collectives",
         "window_s": _COLLECTIVES_SPAN_S,
         "rows": rows,
-        "waits": incomplete_collectives(snapshot.collectives, snapshot.at, len(snapshot.ranks)),
+        "waits": waits,
     }
 
 

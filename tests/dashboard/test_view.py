@@ -73,6 +73,9 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
     assert "Next:" in finding["copy"]
     (wait,) = reported["collectives"]["waits"]
     assert (wait["op"], wait["group"], wait["inside"], wait["missing"]) == ("all_reduce", "all ranks", "0-1,3", "2")
+    training.picture.collectives.pop(2)  # it has come to none yet
+    reported = by_kind(UpdateEncoder().full_update(training.picture))
+    assert [rank for rank, _ in reported["collectives"]["rows"]] == [0, 1, 2, 3]
 
 
 def test_a_finding_that_stays_says_when_its_durations_were_true() -> None:
