@@ -76,8 +76,9 @@ export class Charts {
     c.strokeStyle = colour("line");
     c.lineWidth = 1;
     c.textAlign = "right";
-    for (let tick = 0; tick <= 2; tick++) {
-      const value = low + ((high - low) * tick) / 2;
+    const step = roundStep((high - low) / 4, chart.unit === "bytes");
+    for (let tick = Math.ceil(low / step); tick * step <= high; tick++) {
+      const value = tick * step;
       const y = Math.round(Y(value)) + 0.5;
       c.beginPath();
       c.moveTo(box.left, y);
@@ -134,4 +135,11 @@ export class Charts {
     caption.append(...words);
     canvas.setAttribute("aria-label", `${chart.title}: from ${format(Math.min(...values))} to ${format(Math.max(...values))}, ${drawn.length} lines`);
   }
+}
+
+/** The next round number: 1, 2 or 5 with zeros; of bytes a power of two. @param {number} least @param {boolean} bytes */
+function roundStep(least, bytes) {
+  if (bytes) return 2 ** Math.ceil(Math.log2(least));
+  const unit = 10 ** Math.floor(Math.log10(least));
+  return unit * [1, 2, 5, 10].find((many) => many * unit >= least);
 }
