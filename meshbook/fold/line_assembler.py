@@ -3,7 +3,7 @@
 A `LineAssembler` handles one stream of one rank. It buffers the line in progress and returns completed lines. It
 emulates as much of a terminal as progress bars use: carriage return, backspace, erase-line, and cursor-up for nested
 bars; a rewritten row replaces its former content. A finished bar stays among the open rows until other text follows, as
-only then the cursor cannot return to it.
+only then the cursor cannot return to it. While the cursor is hidden, as `rich.live` does, all rows stay open.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ MAX_OPEN_ROWS = 64
 MAX_ENDED_BARS = 3
 
 _RESERVED = re.compile(f"[{RESERVED_CHARS}]")
-_CURSOR_MOVES = re.compile(r"(\n|\x1b\[[0-9]{0,3}A)")
+_CURSOR_MOVES = re.compile(r"(\n|\x1b\[[0-9]{0,3}A|\x1b\[\?25[hl])")
 _CURSOR_UP = re.compile(r"\x1b\[[0-9]{0,3}A")
+_CURSOR_HIDDEN, _CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"
 _ERASE = re.compile(r"\x1b\[[0-3]?K")
 
 
@@ -33,11 +34,21 @@ class LineAssembler:
         changed: whether the open rows changed since this was last set to False.
     """
 
-    __slots__ = ("_is_overwritten", "_num_skipped", "_row", "_rows_above", "_rows_below", "changed", "open_since")
+    __slots__ = (
+        "_hides_cursor",
+        "_is_overwritten",
+        "_num_skipped",
+        "_row",
+        "_rows_above",
+        "_rows_below",
+        "changed",
+        "open_since",
+    )
 
     def __init__(self) -> None:
         self._row = ""  # text since the last carriage return that something followed
         self._is_overwritten = False  # something in it followed a carriage return: a progress bar
+        self._hides_cursor = False
         self._num_skipped = 0  # characters already cut from a row that grew too long
         # Rows around the cursor's row: finished bars, and rows of nested bars.
         self._rows_above: list[str] = []
@@ -54,9 +65,9 @@ class LineAssembler:
         if "\r\n" in text:
             text = text.replace("\r\n", "\n")
         self.changed = True
-        has_cursor_moves = self._rows_above or self._rows_below or ("\x1b[" in text and _CURSOR_UP.search(text))
+        has_cursor_moves = self._rows_above or self._rows_below or ("\x1b[" in text and _CURSOR_MOVES.search(text))
         is_overwritten = self._is_overwritten or self._row.endswith("\r")
-        if has_cursor_moves or is_overwritten or "\r" in text or "\b" in text:
+        if has_cursor_moves or self._hides_cursor or is_overwritten or "\r" in text or "\b" in text:
             lines = self._write_rows(text)
         elif "\n" in text:
             long = len(self._row) + len(text) > MAX_LINE_CHARS
@@ -78,7 +89,9 @@ class LineAssembler:
     @property
     def is_progress_bar(self) -> bool:
         """Whether the row in progress is rewritten in place, and so continues below other output."""
-        return bool((self._row and self._is_overwritten) or self._rows_below)
+        return bool(
+            (self._row and self._is_overwritten) or self._rows_below or (self._hides_cursor and self._rows_above)
+        )
 
     def render(self) -> str:
         """Return what the open rows show now. Nested bars are several rows, joined by line ends."""
@@ -92,6 +105,7 @@ class LineAssembler:
             *(row for row in (self._finish_line(self._rendered_row()), *self._rows_below) if row),
         ]
         self._row, self._is_overwritten, self._rows_above, self._rows_below = "", False, [], []
+        self._hides_cursor = False
         self.open_since, self.changed = None, False
         return rows
 
@@ -105,10 +119,11 @@ class LineAssembler:
                     self._row = self._rows_below.pop(0) + "\r"
                     continue
                 row = self._finish_line(self._rendered_row())
-                if self._is_overwritten:
+                if self._is_overwritten or self._hides_cursor:
                     self._rows_above.append(row)
-                    lines += self._rows_above[:-MAX_ENDED_BARS]
-                    del self._rows_above[:-MAX_ENDED_BARS]
+                    num_kept = MAX_OPEN_ROWS if self._hides_cursor else MAX_ENDED_BARS
+                    lines += self._rows_above[:-num_kept]
+                    del self._rows_above[:-num_kept]
                 else:
                     lines += *self._rows_above, row
                     self._rows_above = []
@@ -120,8 +135,12 @@ class LineAssembler:
                     # A line that this same text completed is reopened; one already returned is final.
                     self._row = (self._rows_above or lines).pop() + "\r"
                     self._is_overwritten = True
+            elif piece in (_CURSOR_HIDDEN, _CURSOR_SHOWN):
+                self._hides_cursor = piece == _CURSOR_HIDDEN
+                if not any(self._rows_below):
+                    self._rows_below = []
             elif piece:
-                if not self._row and not self._rows_below and "\r" not in piece:
+                if not self._row and not self._rows_below and not self._hides_cursor and "\r" not in piece:
                     lines += self._rows_above
                     self._rows_above = []
                 row = self._row + piece

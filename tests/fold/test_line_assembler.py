@@ -106,6 +106,51 @@ def test_moving_up_is_followed_so_far():
     assert lines_of("a\x1b[" + "9" * 6000 + "A\n")[1] == ""
 
 
+def test_rows_that_are_drawn_while_the_cursor_is_hidden_are_drawn_over():
+    # What rich.live writes: a table of three rows, then one of two rows with a line above it, each over the one before.
+    up = "\r\x1b[2K" + "\x1b[1A\x1b[2K"
+    pieces = ["\x1b[?25l", "top\nold 1\nold 2", f"{up}\x1b[1A\x1b[2Ktop\n", "new", f"{up}said\ntop\nnewest"]
+    assert lines_of("before\n", *pieces) == (["before"], "said\ntop\nnewest")
+    assert final_lines_of("before\n", *pieces, "\n", "\x1b[?25h", "after\n") == [
+        "before",
+        "said",
+        "top",
+        "newest",
+        "after",
+    ]
+
+
+def test_a_cursor_that_stays_hidden_holds_back_only_so_many_lines():
+    lines, state = lines_of("\x1b[?25l", *(f"{number}\n" for number in range(100)))
+    assert (len(lines), len(state.split("\n"))) == (100 - MAX_OPEN_ROWS, MAX_OPEN_ROWS)
+
+
+def test_real_tables_of_rich_leave_their_last_state():
+    console_of, live = pytest.importorskip("rich.console").Console, pytest.importorskip("rich.live").Live
+    pen, lines = LineAssembler(), []
+
+    class Stream:
+        def write(self, text):
+            lines.extend(pen.write(text, 0.0))
+
+        def flush(self):
+            pass
+
+    console = console_of(file=Stream(), force_terminal=True, color_system=None, _environ={}, width=40)
+    with live("a\nb\nc 0", console=console, auto_refresh=False) as shown:
+        for number in range(4):
+            shown.update(f"a\nb\nc {number}", refresh=True)
+            console.print(f"step {number}")
+    console.print("after")
+    assert [line for line in lines + pen.finish() if line] == [
+        *(f"step {n}" for n in range(4)),
+        "a",
+        "b",
+        "c 3",
+        "after",
+    ]
+
+
 def test_real_nested_tqdm_bars_leave_their_final_states():
     tqdm = pytest.importorskip("tqdm").tqdm
     pen, lines = LineAssembler(), []
