@@ -15,6 +15,7 @@ from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
+from meshbook.controller.running import require_living
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, status_table
 from meshbook.errors import MeshbookError, MeshNameError, UsageError
 from meshbook.ids import format_ranks, name_ranks
@@ -141,7 +142,7 @@ def _show(notebook: Notebook, options: argparse.Namespace) -> None:
 
 def _interrupt(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = mesh_named(notebook)
-    ranks = selected_ranks(mesh, options)
+    ranks = require_living(mesh.session, selected_ranks(mesh, options), None)
     mesh.interrupt(ranks)
     print(f"Stop was sent to {name_ranks(ranks)}.")
 

@@ -24,6 +24,7 @@ from meshbook.errors import (
     MeshNameError,
     MeshShapeError,
     NotAttached,
+    RankLost,
     StartError,
     TransferError,
     UsageError,
@@ -479,6 +480,10 @@ def test_a_killed_rank_is_dead_in_the_status_and_named_in_its_note(
     text = str(fresh("%mesh"))
     assert re.search(r"^1 +dead, was killed by SIGKILL", text, re.MULTILINE)
     assert "Rank 1 is gone; cells run on the others (%%mesh --ranks 0)" in text
+    fresh("%mesh interrupt")
+    assert "Stop was sent to rank 0." in capsys.readouterr().out
+    with pytest.raises(RankLost, match=r"of ranks 1 of .* none is left"):
+        fresh("%mesh interrupt 1")
 
 
 def test_a_mesh_that_ended_elsewhere_says_so(fresh: Terminal) -> None:
