@@ -364,9 +364,8 @@ def _apply_carriage_returns(text: str) -> str:
 def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_open: bool) -> Message:
     """Return the last collectives of these ranks, and all that wait."""
     waits = incomplete_collectives(snapshot.collectives, snapshot.at, len(snapshot.ranks))
-    missing = {
-        rank for wait in waits for rank in parse_ranks(wait["missing"])
-    }  # their rows show that they are not there
+    # Of these an empty row shows that they are not there.
+    missing = {rank for wait in waits for rank in parse_ranks(wait["missing"])}
     rows = []
     for rank in ranks:
         bars = [
