@@ -1,11 +1,12 @@
-"""`meshbook.distribute(strategy=...)` against what people write instead, FSDP2 and GPipe under torchrun; `generate`.
+"""`meshbook.distribute(strategy=...)` against what people write instead under torchrun: FSDP2, GPipe, transformers' tp.
 
 The script's ranks are processes of torchrun's own beside the mesh's, and both train in turns. What is sent for a step
 in the notebook costs the notebook's process too, which the clock shows where cores are left for it.
 
     python -m benchmarks.strategies [--quick]
 
-This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET STRATEGY WIDTH LAYERS BATCH LENGTH`.
+This file is also what torchrun runs: `torchrun -m benchmarks.strategies SOCKET STRATEGY WIDTH LAYERS BATCH LENGTH`, or
+`... SOCKET tp FOLDER` for `generate` of the model in a folder.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ SIZES = ((256, 4, 16, 64, 4), (512, 4, 16, 64, 2))  # width, layers, batch, leng
 PEERS = {"fsdp": "FSDP2 by torchrun", "pp": "ScheduleGPipe by torchrun"}  # what each strategy is held against
 CPU_LIMIT, CLOCK_LIMIT = 1.05, 1.10  # of fsdp
 
-WRITTEN = 16  # tokens
+PROMPTS, WRITTEN = 4, 16  # tokens of each
 GENERATE_LIMIT = 0.5
-ONE_PROCESS = "generate in one process"
+ONE_PROCESS, BY_TRANSFORMERS = "generate in one process", "generate, transformers' own tp by torchrun"
 
 
 def measure(quick: bool, folder: Path) -> Report:
@@ -48,7 +49,7 @@ def measure(quick: bool, folder: Path) -> Report:
                 steps(report, mesh, folder, "fsdp", *size, rounds=2 if quick else 9)
             steps(report, mesh, folder, "pp", *SIZES[0], rounds=2 if quick else 9)
             if ranks == 2:
-                writing(report, mesh, rounds=2 if quick else 7)
+                writing(report, mesh, folder, rounds=2 if quick else 7)
     return report
 
 
@@ -95,7 +96,7 @@ def steps(
             report.add(f"{where}: {name}, CPU of this process", own_cpu, "ms")
 
 
-def writing(report: Report, mesh: Any, rounds: int) -> None:
+def writing(report: Report, mesh: Any, folder: Path, rounds: int) -> None:
     """`generate` of a model of Hugging Face by each strategy."""
     try:
         import transformers
@@ -108,30 +109,51 @@ def writing(report: Report, mesh: Any, rounds: int) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(config).eval()
-    given = torch.randint(1, 1024, (4, 32))
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(given), "max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN,
-        "do_sample": False,
-    }  # fmt: skip
+    plain.save_pretrained(folder / "model")
 
-    def speed_of(model: Any) -> Callable[[], float]:
-        def write() -> float:
+    def speed_of(write: Callable[[], Any]) -> Callable[[], float]:
+        def speed() -> float:
             started = time.perf_counter()
-            model.generate(given, **options)
-            return given.shape[0] * WRITTEN / (time.perf_counter() - started)
+            write()
+            return PROMPTS * WRITTEN / (time.perf_counter() - started)
 
-        return write
+        return speed
 
     models = {
         f"generate, {name}": meshbook.distribute(plain, mesh, strategy=name, axis="dp")
         for name in ("ddp", "fsdp", "tp", "pp")
     }
-    contestants = {ONE_PROCESS: speed_of(plain), **{name: speed_of(model) for name, model in models.items()}}
-    for name, speeds in workbench.take_turns(contestants, rounds, warm_up=1).items():
+    with script(folder, mesh.size(), "tp", folder / "model") as (train, _):
+        contestants = {
+            ONE_PROCESS: speed_of(writer(plain)),
+            BY_TRANSFORMERS: speed_of(lambda: train(1)),
+            **{name: speed_of(writer(model)) for name, model in models.items()},
+        }
+        found = workbench.take_turns(contestants, rounds, warm_up=1)
+    for name, speeds in found.items():
         report.add(name, speeds, "tokens/s", against=None if name == ONE_PROCESS else ONE_PROCESS)
-        if name != ONE_PROCESS:
+        if name in models:
             # As a limit from below: what one process writes, over what is written.
             report.promise(f"{ONE_PROCESS} over {name}", 1 / report.ratio(name), 1 / GENERATE_LIMIT, "x")
+
+
+def writer(model: Any) -> Callable[[], Any]:
+    """Return a function that has a model write `WRITTEN` tokens after each of some prompts."""
+    given = torch.randint(1, 1024, (PROMPTS, 32), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(given), "max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN,
+        "do_sample": False,
+    }  # fmt: skip
+    return lambda: model.generate(given, **options)
+
+
+def transformers_writer(folder: str) -> Callable[[], Any]:
+    """The same by a rank of a script, whose model transformers has cut."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    cut = DistributedConfig(tp_plan="auto")
+    return writer(transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=cut).eval())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,13 +161,15 @@ def writing(report: Report, mesh: Any, rounds: int) -> None:
 
 
 @contextlib.contextmanager
-def script(folder: Path, ranks: int, strategy: str, *size: int) -> Iterator[tuple[Callable[[int], None], list[int]]]:
+def script(
+    folder: Path, ranks: int, strategy: str, *given: object
+) -> Iterator[tuple[Callable[[int], None], list[int]]]:
     """The script under torchrun; yields a function that has it do some steps, and the process IDs of its ranks."""
     address = str(folder / "torchrun.sock")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with Listener(address, "AF_UNIX", backlog=ranks) as listener:
         process = subprocess.Popen(
-            [*command, "-m", "benchmarks.strategies", address, strategy, *map(str, size)],
+            [*command, "-m", "benchmarks.strategies", address, strategy, *map(str, given)],
             cwd=workbench.ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -167,13 +191,16 @@ def script(folder: Path, ranks: int, strategy: str, *size: int) -> Iterator[tupl
             process.wait()
 
 
-def serve(address: str, strategy: str, size: list[int]) -> None:
+def serve(address: str, strategy: str, given: list[str]) -> None:
     """A rank of the script: makes as many steps as it is sent numbers for."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    make = gpt.pipeline_step if strategy == "pp" else gpt.fsdp_step
-    step = make(mesh, int(os.environ["RANK"]), *size)
+    if strategy == "tp":
+        step = transformers_writer(*given)
+    else:
+        make = gpt.pipeline_step if strategy == "pp" else gpt.fsdp_step
+        step = make(mesh, int(os.environ["RANK"]), *map(int, given))
     with Client(address, "AF_UNIX") as connection, contextlib.suppress(EOFError):
         connection.send(os.getpid())
         while True:
@@ -185,6 +212,6 @@ def serve(address: str, strategy: str, size: list[int]) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        serve(sys.argv[1], sys.argv[2], [int(argument) for argument in sys.argv[3:]])
+        serve(sys.argv[1], sys.argv[2], sys.argv[3:])
     else:
         workbench.run_alone(measure, __doc__)
