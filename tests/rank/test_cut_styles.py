@@ -1,4 +1,4 @@
-"""Layers that are cut: a Stop while they compute leaves them as they were."""
+"""Layers that are cut: with plain tensors they compute the same, and a Stop meanwhile leaves them as they were."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshbook.rank.tensors.cut_styles import COLWISE, CONV1D_PACKED, STYLES, plain_linears
+from meshbook.rank.tensors.cut_styles import COLWISE, CONV1D_PACKED, STYLES, plain_layers
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def test_a_stop_while_linears_compute_with_plain_tensors_gives_them_their_hooks_
     module = nn.Sequential(nn.Linear(2, 2))
     parallelize_module(module[0], mesh, STYLES[COLWISE].make(module), src_data_rank=None)
     expected = module(torch.ones(1, 2))
-    with torch.no_grad(), plain_linears(module, {"0": COLWISE}, mesh):
+    with torch.no_grad(), plain_layers(module, {"0": COLWISE}, mesh):
         assert not module[0]._forward_hooks
         torch.testing.assert_close(module(torch.ones(1, 2)), expected)
-    stopped = plain_linears(module, {"0": COLWISE}, mesh)
+    stopped = plain_layers(module, {"0": COLWISE}, mesh)
     stopped.__enter__()
     assert not stopped.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert len(module[0]._forward_hooks) == 1

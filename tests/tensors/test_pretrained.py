@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, UsageError
 from meshbook.rank.tensors import pretrained
+from meshbook.rank.tensors.cut_styles import _GATHERED_BYTES, STYLES, _of_all_ranks, plain_layers
 from tests.cli.commands import meshbook as meshbook_command
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
@@ -333,6 +337,37 @@ def test_parts_in_another_mode_than_the_whole_keep_it_when_the_model_writes() ->
     options = {"attention_mask": MASK, "max_new_tokens": 2, "do_sample": False}
     pretrained.generate(model, torch.get_rng_state(), (IDS,), options)
     assert (model.training, model.lm_head.training) == (True, False)
+
+
+CUT_LAYERS = {"table": "embedding_rowwise", "up": "colwise", "down": "rowwise", "head": "colwise_gather_output"}
+
+
+def compare_cut_layers(num_tokens: int) -> None:
+    """On a rank: layers that are cut give without DTensors what whole ones give, the same bits on each rank."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict(
+        {"table": nn.Embedding(12, 8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "head": nn.Linear(8, 6)}
+    )
+    ids = torch.arange(num_tokens).view(2, -1) % 12
+
+    def compute() -> torch.Tensor:
+        return layers["head"](layers["down"](layers["up"](layers["table"](ids)).relu()))  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        whole = compute()
+        ranks = DeviceMesh("cpu", range(torch.distributed.get_world_size()), mesh_dim_names=("tp",))
+        for name, style in CUT_LAYERS.items():
+            parallelize_module(layers[name], ranks, STYLES[style].make(layers), src_data_rank=None)
+        with plain_layers(layers, CUT_LAYERS, ranks):
+            assert not any(layer._forward_hooks for layer in layers.values())
+            found = compute()
+    torch.testing.assert_close(found, whole)
+    assert all(torch.equal(found, other) for other in _of_all_ranks(found, ranks.get_group()))
+
+
+def test_cut_layers_give_the_same_numbers_without_dtensors_for_few_tokens_and_for_many(mesh2: Mesh) -> None:
+    mesh2.execute(compare_cut_layers, 6)
+    mesh2.execute(compare_cut_layers, _GATHERED_BYTES)  # more bytes than are gathered
 
 
 def test_a_cache_stays_on_the_ranks_and_is_given_back_to_the_model(mesh2: Mesh) -> None:

@@ -28,7 +28,7 @@ from meshbook.rank.tensors import building, dtensor_patches, pretrained, watchin
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.compiled_blocks import graph_breaks
 from meshbook.rank.tensors.cut_checks import run_with_first_call
-from meshbook.rank.tensors.cut_styles import plain_linears
+from meshbook.rank.tensors.cut_styles import plain_layers
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.resident_module import Modes, ResidentModule, find_resident, tensor_meta
@@ -181,7 +181,7 @@ def module_generate(
     module, checks = building.inner_module(resident.module), [one for one in resident.checks if one.name in unchecked]
     plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if resident.tp_axis is not None and resident.cut is not None and not resident.is_compiled and not checks:
-        plain = plain_linears(module, resident.cut.styles, resident.mesh[resident.tp_axis])
+        plain = plain_layers(module, resident.cut.styles, resident.mesh[resident.tp_axis])
     with (
         torch_modes.apply_modes(modes),
         resident.clean_up_on_error(),
