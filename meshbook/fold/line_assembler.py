@@ -62,8 +62,7 @@ class LineAssembler:
             if character in text:
                 text = _RESERVED.sub("\N{REPLACEMENT CHARACTER}", text)
                 break
-        if "\r\n" in text:
-            text = text.replace("\r\n", "\n")
+        text = text.replace("\r\n", "\n")
         self.changed = True
         has_cursor_moves = self._rows_above or self._rows_below or ("\x1b[" in text and _CURSOR_MOVES.search(text))
         is_overwritten = self._is_overwritten or self._row.endswith("\r")
