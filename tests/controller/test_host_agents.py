@@ -131,9 +131,9 @@ def test_lines_and_values_are_whole_after(mesh: Mesh, harm: Callable[[Mesh], Non
 
 def test_a_host_ends_with_its_keeper_and_its_former_agents_are_healed() -> None:
     with create_mesh(2, num_hosts=2, torch=False) as mesh:
-        kill_agent(mesh.name, 1)
-        when(lambda: standby_of(keeper_of(mesh.name, 1)) is not None)
         keeper = keeper_of(mesh.name, 1)
+        kill_agent(mesh.name, 1)
+        when(lambda: standby_of(keeper) is not None)
         os.kill(keeper, signal.SIGKILL)
         when(lambda: mesh.session.lost == (1,))
         mesh.heal()
