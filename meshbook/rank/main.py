@@ -50,7 +50,7 @@ from meshbook.rank.service import Service
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.wire import codec, messages, spawn
 from meshbook.wire.crash_log import CrashLog
-from meshbook.wire.process_control import allow_ptrace_by, die_with_pipe, start_new_process_group
+from meshbook.wire.process_control import allow_ptrace_by, die_with_pipe, start_new_session
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
         host_pipe: read end of a pipe; this process ends when its write end is closed, with its host.
         channel: a spare's socket to its host.
     """
-    start_new_process_group()
+    start_new_session()
     die_with_pipe(host_pipe)
     if isinstance(command, spawn.ForkRank):
         run_rank(command.config, pipes, crash_log_fd)

@@ -90,10 +90,14 @@ def kill_supervisor(pid: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def start_new_process_group() -> None:
-    """Make this process the leader of a process group, so that `kill_process_group` finds all its descendants."""
-    with contextlib.suppress(OSError):  # a session leader already leads its group
-        os.setpgid(0, 0)
+def start_new_session() -> None:
+    """Make this process the leader of a session and of its process group.
+
+    By that `kill_process_group` finds all its descendants. And Linux shares the cores between sessions (autogroups): in
+    one session all ranks of a mesh would have the share of one process, where each rank of torchrun's has its own.
+    """
+    with contextlib.suppress(OSError):  # it leads a process group already
+        os.setsid()
 
 
 def kill_process_group(pgid: int) -> None:

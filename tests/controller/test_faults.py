@@ -303,6 +303,10 @@ def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"{what} (\d+)", mesh.logs(rank))]
 
 
+def test_each_rank_leads_a_session_for_linux_shares_the_cores_between_sessions(trio: Mesh) -> None:
+    assert dict(trio.execute(os.getsid, 0)) == {rank: pid_of(trio, rank) for rank in range(3)}
+
+
 @pytest.mark.parametrize("start_method", ["fork", "fresh"])
 @pytest.mark.thorough
 def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_own(start_method: str) -> None:
