@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -263,10 +266,55 @@ def test_a_broken_group_fails_its_futures_and_one_that_comes_later_learns_why(he
     assert failure.reason == "rank 1 is gone"
 
 
-def test_a_future_is_claimed_once(health: GroupHealth) -> None:
+class InterruptedCallback:
+    """The future of an operation that is done already, so that its callback runs at once: a Stop comes in it, at the
+    call of this number, and is dropped, as torch drops it."""
+
+    def __init__(self, call: int) -> None:
+        self.call, self.is_over = call, False
+
+    def add_done_callback(self, callback: Any) -> None:
+        def count(_frame: object, event: str, _arg: object) -> None:
+            self.call -= not self.is_over and event in ("call", "c_return")  # where Python looks for signals
+            if self.call == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(count)
+            callback(self)
+            self.is_over = True
+        sys.setprofile(None)
+
+    def done(self) -> bool:
+        return True
+
+    def value(self) -> list[int]:
+        return [5]
+
+
+def test_a_stop_in_a_callback_of_a_future_leaves_it_to_be_completed_wherever_it_comes(health: GroupHealth) -> None:
+    for call in itertools.count(1):
+        record = health.ring.begin("all_reduce", health.label)
+        inner = InterruptedCallback(call)
+        pending = _AbortableFuture(health, record, SimpleNamespace(get_future=lambda inner=inner: inner), None)
+        health.complete_futures()
+        when(pending.future.done)
+        when(lambda: not health._pending_futures)
+        assert (pending.future.value(), record.error, record.t_end is not None) == ([5], None, True)
+        if inner.call > 0:  # it came to its end before
+            break
+    assert call > 10
+
+
+def test_of_an_abort_and_a_result_that_come_at_once_the_first_counts(health: GroupHealth) -> None:
     record = health.ring.begin("all_reduce", health.label)
-    health.add_future(record, Future())
-    assert [health.claim_future(record), health.claim_future(record)] == [True, False]
+    pending = _AbortableFuture(health, record, SimpleNamespace(get_future=LostCallback), None)
+    pending.fail(CollectiveAborted("rank 1 left the cell"))
+    pending._complete([5])
+    with pytest.raises(CollectiveAborted, match="rank 1 left the cell"):
+        pending.future.value()
+    assert record.error == "CollectiveAborted: rank 1 left the cell"
 
 
 def test_a_signal_while_a_collective_is_recorded_makes_the_count_doubtful(health: GroupHealth) -> None:

@@ -46,7 +46,7 @@ def ask(requests: StopRequests) -> DebuggerPlace:
 
 
 def end(state: CallState, call: Any) -> None:
-    state.ended(call, "cell", Outcome(status="ok"), now=2.0)
+    state.ended(call, "cell", Outcome(status="ok"))
 
 
 def test_a_rank_that_has_not_begun_the_call_stops_when_it_has(

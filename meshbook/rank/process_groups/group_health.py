@@ -256,10 +256,10 @@ class GroupHealth:
             self._pending_futures[record.seq] = future
             return self.failure
 
-    def claim_future(self, record: Collective) -> bool:
-        """Return True to the first caller: a future can be completed once, by its operation or by an abort."""
+    def forget_future(self, record: Collective) -> None:
+        """A future is complete."""
         with self._lock:
-            return self._pending_futures.pop(record.seq, None) is not None
+            self._pending_futures.pop(record.seq, None)
 
     def complete_futures(self) -> None:
         """Complete the futures of operations that have ended unnoticed. Any thread; does not block."""

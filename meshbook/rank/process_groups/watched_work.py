@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -156,8 +157,10 @@ class _AbortableFuture:
         self._observed_arguments = observed_arguments
         self._health, self._record, self._connection_version = health, record, health.connection_version
         self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.future._set_unwrap_func(_unwrap)
         self._inner: Any = None
-        self._is_passing_on = False
+        self._results: list[tuple[Any, BaseException | None]] = []  # the first one counts
+        self._is_passing_on = False  # on another thread than the main one
         failure = health.add_future(record, self)
         if failure is not None:
             self.fail(failure.error_to_raise() or GroupBroken(failure.reason))
@@ -167,7 +170,7 @@ class _AbortableFuture:
     def poll(self) -> None:
         """Complete it if gloo's future is done and its callback was lost. Does not block.
 
-        torch drops a KeyboardInterrupt in a callback.
+        torch drops a KeyboardInterrupt in a callback, wherever in it that comes.
         """
         if self._inner is not None and self._inner.done() and not self._is_passing_on:
             # An error is passed on when its reason is known, which the service thread, on which this is, brings.
@@ -178,12 +181,13 @@ class _AbortableFuture:
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error, unless it is complete."""
-        if self._health.claim_future(self._record):
-            self._health.ring.finish(self._record, error)
-            self._set_error(error)
+        self._complete(_RaiseOnAccess(error), error)
 
     def _on_inner_done(self, future: Any) -> None:
         """Pass on gloo's result. Called on gloo's own thread. Blocks until the reason of an error is known."""
+        if threading.get_ident() == threading.main_thread().ident:  # gloo was done already
+            self._pass_on(future)
+            return
         self._is_passing_on = True
         try:
             self._pass_on(future)
@@ -194,19 +198,27 @@ class _AbortableFuture:
         try:
             value = future.value()
         except Exception as error:
-            raised = self._health.finish_failed(self._record, error, self._connection_version, None, launched=True)
-            if self._health.claim_future(self._record):
-                self._set_error(raised)
-            return
-        if self._health.claim_future(self._record):
-            self._health.ring.finish(self._record)
-            if self._observed_arguments is not None:
-                self._health.notify_finished(self._record, self._observed_arguments)
-            self.future.set_result(value)
+            self.fail(self._health.finish_failed(self._record, error, self._connection_version, None, launched=True))
+        else:
+            self._complete(value)
 
-    def _set_error(self, error: BaseException) -> None:
-        self.future._set_unwrap_func(_RaiseOnAccess.raise_error)
-        self.future.set_result(_RaiseOnAccess(error))
+    def _complete(self, value: Any, error: BaseException | None = None) -> None:
+        """Complete it with the first result that comes. May be called again, if an interrupt has ended a call."""
+        self._results.append((value, error))  # atomic: an abort may come at once
+        value, error = self._results[0]
+        self._health.ring.finish(self._record, error)
+        arguments, self._observed_arguments = self._observed_arguments, None
+        if arguments is not None and error is None:
+            self._health.notify_finished(self._record, arguments)
+        with contextlib.suppress(RuntimeError):  # it is complete
+            self.future.set_result(value)
+        self._health.forget_future(self._record)
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, _RaiseOnAccess):
+        value.raise_error()
+    return value
 
 
 class _RaiseOnAccess:
