@@ -20,7 +20,8 @@ MAX_OPEN_ROWS = 64
 MAX_ENDED_BARS = 3
 
 _RESERVED = re.compile(f"[{RESERVED_CHARS}]")
-_CURSOR_MOVES = re.compile(r"(\n|\x1b\[[0-9]{0,3}A|\x1b\[\?25[hl])")
+_CURSOR_MOVES = re.compile(r"\x1b\[(?:[0-9]{0,3}A|\?25[hl])")
+_ROW_ENDS = re.compile(rf"(\n|{_CURSOR_MOVES.pattern})")
 _CURSOR_UP = re.compile(r"\x1b\[[0-9]{0,3}A")
 _CURSOR_HIDDEN, _CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"
 _ERASE = re.compile(r"\x1b\[[0-3]?K")
@@ -64,9 +65,8 @@ class LineAssembler:
                 break
         text = text.replace("\r\n", "\n")
         self.changed = True
-        has_cursor_moves = self._rows_above or self._rows_below or ("\x1b[" in text and _CURSOR_MOVES.search(text))
-        is_overwritten = self._is_overwritten or self._row.endswith("\r")
-        if has_cursor_moves or self._hides_cursor or is_overwritten or "\r" in text or "\b" in text:
+        has_cursor_moves = "\r" in text or "\b" in text or ("\x1b[" in text and _CURSOR_MOVES.search(text))
+        if has_cursor_moves or self._is_drawn_over():
             lines = self._write_rows(text)
         elif "\n" in text:
             long = len(self._row) + len(text) > MAX_LINE_CHARS
@@ -84,6 +84,11 @@ class LineAssembler:
         elif self.open_since is None or lines:
             self.open_since = now
         return lines
+
+    def _is_drawn_over(self) -> bool:
+        """Whether open rows have been, or can be, rewritten."""
+        is_overwritten = self._is_overwritten or self._row.endswith("\r")
+        return bool(is_overwritten or self._rows_above or self._rows_below or self._hides_cursor)
 
     @property
     def is_progress_bar(self) -> bool:
@@ -111,7 +116,7 @@ class LineAssembler:
     def _write_rows(self, text: str) -> list[str]:
         """Process text with cursor movement, row by row (slow path)."""
         lines: list[str] = []
-        for piece in _CURSOR_MOVES.split(text):
+        for piece in _ROW_ENDS.split(text):
             if piece == "\n":
                 if self._rows_below:
                     self._rows_above.append(self._rendered_row())
