@@ -41,6 +41,12 @@ class _MeshbookKernelManager(KernelManager):
         }
         super().__init__(**{**options, **kernel_options})
 
+    def interrupt_kernel(self) -> None:
+        """Send the kernel an interrupt. Without an event loop: a signal's handler calls it, in whatever one does."""
+        if self.has_kernel:
+            self._connect_control_socket()
+            self.session.send(self._control_socket, self.session.msg("interrupt_request", content={}))
+
 
 class _ConsoleShell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_console ships no types
     """The console's shell, with support for displays that are updated: progress bars."""
