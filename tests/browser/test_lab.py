@@ -115,7 +115,7 @@ def test_a_restart_from_the_menu_keeps_the_ranks_and_their_names(notebook: LabNo
 def test_the_extension_brings_a_mesh_to_an_ordinary_kernel(jupyterlab: Lab) -> None:
     with jupyterlab.notebook("python3") as notebook:
         started = notebook.run("%load_ext meshbook\n%mesh start -n 2")
-        expect(started.output).to_contain_text("with 2 ranks is ready")
+        expect(started.output.last).to_contain_text("with 2 ranks is ready")
         cell = notebook.run("%%mesh\nx = rank * 10\nprint(f'from {world_size} ranks')\nx")
         expect(cell.output.first).to_contain_text("from 2 ranks")
         assert cell.result.inner_text() == "[0] 0\n[1] 10"
