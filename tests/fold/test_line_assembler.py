@@ -125,24 +125,32 @@ def test_a_cursor_that_stays_hidden_holds_back_only_so_many_lines():
     assert (len(lines), len(state.split("\n"))) == (100 - MAX_OPEN_ROWS, MAX_OPEN_ROWS)
 
 
+class Stream:
+    """A file that a library writes to, and the lines that come of it."""
+
+    def __init__(self):
+        self.pen, self.ended = LineAssembler(), []
+
+    def write(self, text):
+        self.ended += self.pen.write(text, 0.0)
+
+    def flush(self):
+        pass
+
+    def lines(self):
+        return [line for line in self.ended + self.pen.finish() if line.strip()]
+
+
 def test_real_tables_of_rich_leave_their_last_state():
     console_of, live = pytest.importorskip("rich.console").Console, pytest.importorskip("rich.live").Live
-    pen, lines = LineAssembler(), []
-
-    class Stream:
-        def write(self, text):
-            lines.extend(pen.write(text, 0.0))
-
-        def flush(self):
-            pass
-
-    console = console_of(file=Stream(), force_terminal=True, color_system=None, _environ={}, width=40)
+    stream = Stream()
+    console = console_of(file=stream, force_terminal=True, color_system=None, _environ={}, width=40)
     with live("a\nb\nc 0", console=console, auto_refresh=False) as shown:
         for number in range(4):
             shown.update(f"a\nb\nc {number}", refresh=True)
             console.print(f"step {number}")
     console.print("after")
-    assert [line for line in lines + pen.finish() if line] == [
+    assert stream.lines() == [
         *(f"step {n}" for n in range(4)),
         "a",
         "b",
@@ -153,20 +161,11 @@ def test_real_tables_of_rich_leave_their_last_state():
 
 def test_real_nested_tqdm_bars_leave_their_final_states():
     tqdm = pytest.importorskip("tqdm").tqdm
-    pen, lines = LineAssembler(), []
-
-    class Stream:
-        def write(self, text):
-            lines.extend(pen.write(text, 0.0))
-
-        def flush(self):
+    stream = Stream()
+    for _ in tqdm(range(3), desc="outer", file=stream, ncols=60, mininterval=0, miniters=1):
+        for _ in tqdm(range(2), desc="inner", file=stream, ncols=60, mininterval=0, miniters=1, leave=False):
             pass
-
-    for _ in tqdm(range(3), desc="outer", file=Stream(), ncols=60, mininterval=0, miniters=1):
-        for _ in tqdm(range(2), desc="inner", file=Stream(), ncols=60, mininterval=0, miniters=1, leave=False):
-            pass
-    lines += pen.finish()
-    shown = [line for line in lines if line.strip()]
+    shown = stream.lines()
     assert shown[0].startswith("outer: 100%")
     assert "3/3" in shown[0]
     assert len(shown) == 1
