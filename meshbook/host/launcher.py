@@ -103,6 +103,7 @@ class RankLauncher:
                     host_pid=self.keeper or os.getpid(),
                     max_files=user_fd_limit(),
                     incarnation=incarnations[rank],
+                    host=self._host,
                     address=self._place.address if self._place is not None else None,
                     store_address=self._place.store if self._place is not None else None,
                     store_key=self._place.store_key if self._place is not None else None,

@@ -202,7 +202,7 @@ def _configure_process(config: spawn.RankConfig | spawn.SpareConfig) -> None:
             LOCAL_RANK=str(config.local_rank),
             WORLD_SIZE=str(config.world_size),
             LOCAL_WORLD_SIZE=str(config.local_world_size),
-            GROUP_RANK=str((config.rank - config.local_rank) // config.local_world_size),
+            GROUP_RANK=str(config.host),
             TORCHELASTIC_RUN_ID="meshbook",  # by which libraries know that ranks run already, and have these variables
         )
     sys.argv = list(config.spec.argv or [""])  # argparse in a cell would refuse the arguments of this process

@@ -33,6 +33,7 @@ class RankConfig(Struct, frozen=True):
     host_pid: int = 0  # of the agent or its keeper; its descendants may inspect this rank from outside
     max_files: int | None = None  # soft limit on open files; None: the inherited one
     incarnation: int = 0  # how many processes this rank has had before
+    host: int = 0  # its host's number among the mesh's
     address: str | None = None  # by which other machines reach this one; None: the mesh is on one machine
     store_address: str | None = None  # of the mesh's store as seen from this machine; None: as the supervisor sees it
     store_key: str | None = None  # public CURVE key of the store, if its address is a tcp one

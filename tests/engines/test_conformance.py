@@ -63,6 +63,11 @@ def test_every_rank_answers(mesh: Mesh) -> None:
     assert dict(mesh.run("(rank, world_size)").values) == {rank: (rank, 4) for rank in range(4)}
 
 
+def test_ranks_know_the_number_of_their_machine_as_under_torchrun(mesh: Mesh) -> None:
+    found = dict(mesh.run("import os; int(os.environ['GROUP_RANK'])").values)
+    assert found == {rank: host for host, info in enumerate(mesh.hosts()) for rank in info.ranks}
+
+
 def test_the_process_group_and_the_device_mesh_are_up(mesh: Mesh) -> None:
     source = "t = torch.ones(2) * rank\ndist.all_reduce(t, group=mesh['tp'].get_group())\nt.tolist()"
     assert dict(mesh.run(source).values) == {0: [1, 1], 1: [1, 1], 2: [5, 5], 3: [5, 5]}
