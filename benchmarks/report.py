@@ -96,11 +96,18 @@ class Report:
         return self.add(what, [first - second for first, second in pairs], more.unit)
 
     def ratio(self, what: str) -> float:
-        """The median of a row as a multiple of the one that it is compared with."""
+        """How many times the row that it is compared with a row is.
+
+        The median of the ratios sample by sample where both rows have as many, for then they were taken in turns and
+        the n-th of both had the same neighbours on the machine; else the ratio of the medians.
+        """
         row = self.row(what)
         if row.against is None:
             raise ValueError(f"{what!r} is compared with nothing")
-        return row.median / self.row(row.against).median
+        base = self.row(row.against)
+        if len(row.samples) != len(base.samples):
+            return row.median / base.median
+        return statistics.median(more / less for more, less in zip(row.samples, base.samples, strict=True))
 
     def promise(self, text: str, measured: float, limit: float, unit: str) -> None:
         self.promises.append(Promise(text, measured, limit, unit))

@@ -66,20 +66,21 @@ def test_a_promise_holds_up_to_its_limit_and_not_beyond() -> None:
 def test_a_row_says_what_multiple_it_is_of_another() -> None:
     report = Report("trip", "there and back")
     report.add("bare", [1.0, 2.0, 3.0], "ms")
-    assert report.add("ours", [5.0, 6.0, 100.0], "ms", against="bare") == 6.0
-    assert report.ratio("ours") == 3.0
-    assert "3.00 x bare" in "\n".join(report.lines())
+    assert report.add("ours", [5.0, 6.0, 100.0, 7.0], "ms", against="bare") == 6.5
+    assert report.ratio("ours") == 3.25
+    assert "3.25 x bare" in "\n".join(report.lines())
     with pytest.raises(ValueError, match="no row 'theirs'; there are bare, ours"):
         report.add("more", 1.0, "ms", against="theirs")
     with pytest.raises(ValueError, match="nothing was measured"):
         report.add("never", [], "ms")
 
 
-def test_a_difference_is_taken_round_by_round() -> None:
+def test_differences_and_multiples_are_taken_round_by_round() -> None:
     report = Report("trip", "there and back")
     report.add("plain", [1.0, 50.0, 2.0], "ms")  # the machine was busy in the second round, for both
-    report.add("ours", [2.0, 51.0, 4.0], "ms")
+    report.add("ours", [2.0, 51.0, 4.0], "ms", against="plain")
     assert report.difference("over plain", "ours", "plain") == 1.0
+    assert report.ratio("ours") == 2.0
 
 
 @pytest.mark.usefixtures("starts_processes")
