@@ -95,9 +95,9 @@ function tryOut(axes, ranks, width, size) {
 }
 
 function rowTitle(names, single, group, beside, inBlock, part, mine) {
-  if (single) return mine.length > 1 ? `${mine[0]}–${mine[mine.length - 1]}` : `${mine[0]}`;
+  const numbers = mine.length > 1 ? `${mine[0]}–${mine[mine.length - 1]}` : `${mine[0]}`;
+  if (single || part > 0) return numbers.length > 5 ? numbers : `${mine.length > 1 ? "ranks" : "rank"} ${numbers}`;
   const name = names[names.length - 2];
-  if (part > 0) return `  +${part}`;
   return beside === 1 ? `${name}=${group}` : `${name} ${group}–${Math.min(inBlock, group + beside) - 1}`;
 }
 

@@ -112,7 +112,7 @@ export class Tiles {
       ...this.plan.headers.map((header) =>
         h("button", {
           type: "button", tabindex: "-1", class: `mbd-header${header.side ? " mbd-side" : header.block ? " mbd-block" : ""}`,
-          title: `select ${header.text}: ranks ${formatRanks(header.ranks)}`,
+          title: `select ranks ${formatRanks(header.ranks)}`,
           style: `left:${header.x}px;top:${header.y}px;width:${header.width}px;${header.side ? `height:${this.plan.tileHeight}px` : ""}`,
           onclick: (event) => this.select(header.ranks, event.shiftKey || event.ctrlKey || event.metaKey),
         }, header.text),
@@ -163,6 +163,9 @@ export class Tiles {
     c.strokeStyle = blamed ? colours.ring : selected ? colours.accent : colour;
     c.lineWidth = selected ? 3 : blamed ? 2 : 1;
     c.globalAlpha = blamed || selected ? 1 : 0.55;
+    const inset = c.lineWidth / 2; // so that the next drawing of the tile clears all of it
+    c.beginPath();
+    c.roundRect(x + inset, y + inset, w - 2 * inset, t - 2 * inset, plan.size === "tiny" ? 2 : 4);
     c.stroke();
     c.globalAlpha = 1;
     c.fillStyle = c.strokeStyle = colour;
@@ -180,7 +183,8 @@ export class Tiles {
       c.fillStyle = memory > 92 && String(picture.get("device", rank)).startsWith("cuda") ? colours.dead : colours.muted;
       c.fillRect(x + edge, top, ((w - 2 * edge) * Math.min(100, memory)) / 100, bar);
     }
-    if (blamed && plan.size !== "large") this.badge(x + w - 4, y + 4, plan.size === "tiny" ? 3.5 : 6);
+    if (blamed && plan.size === "tiny") this.badge(x + w - 3.5, y + 3.5, 3.5);
+    else if (blamed && plan.size !== "large") this.badge(x + w - 4.5, y + 4.5, 6);
     if (index === this.focused && this.box.matches(":focus")) {
       c.strokeStyle = colours.text;
       c.lineWidth = 1.5;
@@ -204,8 +208,6 @@ export class Tiles {
     }
     c.stroke();
     c.restore();
-    c.beginPath();
-    c.roundRect(x, y, w, t, 4);
   }
 
   badge(x, y, size) {
@@ -272,7 +274,10 @@ export class Tiles {
     const line = picture.get("line", rank);
     const age = picture.get("age", rank) ?? 0;
     c.fillStyle = colours.muted;
-    this.text(age >= 3 ? `beat ${age} s` : picture.get("doing", rank) || (line ? `line ${line}` : ""), x + 6, y + 31, w - 12);
+    let doing = picture.get("doing", rank) ?? "";
+    // The number tells collectives of one name apart, where there is no room for both.
+    if (c.measureText(doing).width > w - 12) doing = doing.slice(Math.max(0, doing.lastIndexOf("#")));
+    this.text(age >= 3 ? `beat ${age} s` : doing || (line ? `line ${line}` : ""), x + 6, y + 31, w - 12);
   }
 
   text(text, x, y, width) {

@@ -64,15 +64,16 @@ export class Timeline {
       c.textAlign = "right";
       c.fillStyle = colour("muted");
       c.fillText(`rank ${rank}`, LEFT - 8, y + 12);
-      for (const [op, group, seq, began, ended, what] of bars) {
+      for (const [op, group, seq, began, ended, what, failure] of bars) {
         const x = X(began);
         const long = Math.max(2, X(ended ?? 0) - x);
-        c.fillStyle = colour(ended === null ? "waiting" : "busy");
+        c.fillStyle = colour(ended === null ? "waiting" : failure ? "dead" : "busy");
         c.globalAlpha = ended === null ? 0.9 : 0.55;
         c.fillRect(x, y + 1, long, ROW - 2);
         c.globalAlpha = 1;
         const words = `rank ${rank}: ${op} #${seq} (${group})${what ? ` ${what}` : ""}, ${
-          ended === null ? `open for ${formatSeconds(began)}` : `took ${formatSeconds(began - ended)}, ended ${formatSeconds(ended)} ago`}`;
+          ended === null ? `open for ${formatSeconds(began)}` : `took ${formatSeconds(began - ended)}, ended ${formatSeconds(ended)} ago`}${
+          failure ? `, not completed: ${failure}` : ""}`;
         this.bars.push({ x, y, width: long, words });
         const label = `${op} #${seq}`;
         if (long > label.length * 6.4 + 8) {

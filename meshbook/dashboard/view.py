@@ -376,6 +376,7 @@ def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_o
                 round(max(0.0, snapshot.at - one.began_at), 3),
                 None if one.ended_at is None else round(max(0.0, snapshot.at - one.ended_at), 3),
                 _line_label(one),
+                one.failure,
             ]
             for one in snapshot.collectives.get(rank, ())
             if one.ended_at is None or snapshot.at - one.ended_at < _COLLECTIVES_SPAN_S

@@ -281,6 +281,7 @@ def _collective_status(rank: int, collective: CollectiveInfo, at: float) -> Coll
         op=collective.op,
         began_at=round(at - collective.began_s_ago, 3),
         ended_at=None if collective.ended_s_ago is None else round(at - collective.ended_s_ago, 3),
+        failure=collective.failure,
         group_ranks=collective.group_ranks,
         peer=collective.peer,
         line=collective.frame.line if collective.frame is not None else None,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from meshbook.controller.reports import Stacks
@@ -76,6 +77,16 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
     training.picture.collectives.pop(2)  # it has come to none yet
     reported = by_kind(UpdateEncoder().full_update(training.picture))
     assert [rank for rank, _ in reported["collectives"]["rows"]] == [0, 1, 2, 3]
+
+
+def test_a_collective_that_was_not_completed_says_why() -> None:
+    training = Training({"dp": 2})
+    training.step()
+    (*_, last) = training.picture.collectives[1]
+    training.picture.collectives[1] = (msgspec.structs.replace(last, failure="rank 0 was killed"),)
+    rows = dict(by_kind(UpdateEncoder().full_update(training.picture))["collectives"]["rows"])
+    assert [bar[-1] for bar in rows[1]] == ["rank 0 was killed"]
+    assert {bar[-1] for bar in rows[0]} == {None}
 
 
 def test_a_finding_that_stays_says_when_its_durations_were_true() -> None:

@@ -177,12 +177,14 @@ def test_a_mirror_that_hears_the_news_shows_what_the_supervisor_knows() -> None:
     assert mirror.ranks[1].waits_in == "all_reduce #1"
     assert mirror.collectives[1][0].ended_at is None
     assert [(step, value) for step, value, _ in mirror.scalars.points("loss", 1)] == [(7, 0.25)]
-    world.beat({1: {"collectives": (msgspec.structs.replace(reduce, began_s_ago=1.5, ended_s_ago=0.2),)}})
+    failed = msgspec.structs.replace(reduce, began_s_ago=1.5, ended_s_ago=0.2, failure="rank 2 was killed")
+    world.beat({1: {"collectives": (failed,)}})
     world.finish("c1")
     world.kill(2)
     hear(world.ring(steps, "news"))
     assert mirror.ranks[1].waits_in is None
     assert mirror.collectives[1][0].ended_at is not None
+    assert mirror.collectives[1][0].failure == "rank 2 was killed"
     assert mirror.ranks[2].state == "dead"
     assert mirror.calls == ()
     assert mirror.ranks == watched(world.watch())[0].ranks

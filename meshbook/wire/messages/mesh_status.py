@@ -86,6 +86,7 @@ class CollectiveStatus(Struct, frozen=True, gc=False, omit_defaults=True):
     op: str
     began_at: float  # wall clock
     ended_at: float | None = None  # None: still open
+    failure: str | None = None  # why it was not completed, one line
     group_ranks: Ranks = ()
     peer: int | None = None
     line: int | None = None  # of the user's code
