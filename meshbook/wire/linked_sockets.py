@@ -180,8 +180,9 @@ class LinkedRouter:
         self._acknowledge_timer = None
         owing, self._owing = self._owing, {}
         for peer in owing.values():
-            if peer.link.owes_acknowledgement:
-                self._send_to(peer, peer.link.acknowledge())
+            if peer.link.owes_acknowledgement:  # as with all that leaves: not before a standby has what was received
+                send = lambda peer=peer: self._send_to(peer, peer.link.acknowledge())  # type: ignore[misc]  # noqa: E731
+                self._loop.act(send, logged=False)
 
     # ---- connections that have broken
 
@@ -197,7 +198,12 @@ class LinkedRouter:
         self._retry_s = _RETRY_S
         if self._sync_timer is not None:
             self._sync_timer.cancel()
-        self._sync_timer = self._loop.call_later(_RETRY_S, self._sync, logged=False)
+        self._wait_to_sync(_RETRY_S)
+
+    def _wait_to_sync(self, delay_s: float) -> None:
+        self._sync_timer = self._loop.call_later(
+            delay_s, lambda: self._loop.act(self._sync, logged=False), logged=False
+        )
 
     def _sync(self) -> None:
         for identity, peer in list(self._to_sync.items()):
@@ -206,7 +212,7 @@ class LinkedRouter:
         self._sync_timer = None
         self._retry_s *= 2
         if self._to_sync and self._retry_s <= _MAX_RETRY_S:  # else the next connection that is made begins it anew
-            self._sync_timer = self._loop.call_later(self._retry_s, self._sync, logged=False)
+            self._wait_to_sync(self._retry_s)
 
     def close(self, *, linger_ms: int = 0) -> None:
         self._peers.clear()

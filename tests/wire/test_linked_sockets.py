@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from meshbook.wire import linked_sockets
 from meshbook.wire.linked_sockets import LinkedDealer, LinkedRouter
 from meshbook.wire.loop import Loop
 from tests.budget import when
@@ -15,9 +16,23 @@ from tests.budget import when
 HELLO = b"it is me"
 
 
+class HoldingLoop(Loop):
+    """As one with a standby: while it is told to hold, actions wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Callable[[], object]] | None = None
+
+    def act(self, action: Callable[[], object], *, logged: bool = True) -> None:
+        if self.held is None:
+            action()
+        else:
+            self.held.append(action)
+
+
 class Ends:
     def __init__(self, folder: Path) -> None:
-        self.loop, self.context = Loop(), zmq.Context[zmq.Socket[bytes]]()
+        self.loop, self.context = HoldingLoop(), zmq.Context[zmq.Socket[bytes]]()
         self.up: list[bytes] = []
         self.down: list[bytes] = []
         self.hellos: list[list[bytes]] = []
@@ -88,3 +103,21 @@ def test_that_much_data_is_acknowledged_is_no_action_of_a_standby_which_has_it_w
     ends.turn_until(lambda: ends.down)
     assert ends.num_logged == before
     assert not ends.dealer._link.owes_acknowledgement
+
+
+@pytest.mark.parametrize("reason", ["an acknowledgement is due", "connections may have broken"])
+def test_what_came_since_the_loop_holds_back_is_not_acknowledged_before_a_standby_knows_of_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(linked_sockets, "_ACKNOWLEDGE_AFTER_S", 0.0 if "due" in reason else 60.0)
+    ends.loop.held = held = []
+    ends.dealer.send(b"1")
+    ends.turn_until(lambda: ends.up)
+    if "broken" in reason:
+        ends.router._sync_later(dict(ends.router._peers))
+    ends.turn_until(lambda: held)
+    assert ends.dealer._link._unacknowledged
+    ends.loop.held = None
+    for action in held:
+        action()
+    ends.turn_until(lambda: not ends.dealer._link._unacknowledged)
