@@ -81,6 +81,8 @@ class CheckpointCommitter:
                 checkpoint_folders.discard(folder)
                 continue
             final, error = "", ""
+            # The process whose standby this was may have been killed in the midst of a commit.
+            checkpoint_folders.release_inherited_locks(effect.command.path)
             try:
                 final = str(checkpoint_folders.commit(folder, effect.manifest, overwrite=effect.command.overwrite))
             except CheckpointError as failure:

@@ -279,16 +279,18 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
     path = folder.parent
     if not path.exists():
         raise CheckpointError(f"{path} is not on {socket.gethostname()}, where the supervisor runs; {_SHARE}")
-    if not folder.exists() and (committed := _find_committed(path, manifest)) is not None:
-        return committed
-    check_sizes(CheckpointEntry(folder, manifest))
+    final = None if folder.exists() else _find_committed(path, manifest)
+    if final is None:
+        check_sizes(CheckpointEntry(folder, manifest))
     try:
-        with _locked(path):
-            number = 1 + max((entry.manifest.number for entry in list_checkpoints(path)), default=0)
-            numbered = msgspec.structs.replace(manifest, number=number)
-            _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(numbered), indent=1))
-            _sync_folder(folder)
-            final = _rename(folder, path, manifest.step, overwrite=overwrite)
+        if final is None:
+            with _locked(path):
+                number = 1 + max((entry.manifest.number for entry in list_checkpoints(path)), default=0)
+                numbered = msgspec.structs.replace(manifest, number=number)
+                _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(numbered), indent=1))
+                _sync_folder(folder)
+                final = _rename(folder, path, manifest.step, overwrite=overwrite)
+        _sync_folder(path)
         (final / _OWNER).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be committed: {describe_failure(error, path)}") from error
@@ -328,7 +330,6 @@ def _rename(folder: Path, path: Path, step: int | None, *, overwrite: bool) -> P
             _finish_replacement(path, final.name)
         else:
             os.rename(folder, final)
-    _sync_folder(path)
     return final
 
 
@@ -361,6 +362,21 @@ def _locked(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a standby that was forked meanwhile has the descriptor, too
         os.close(descriptor)
+
+
+def release_inherited_locks(path: str | Path) -> None:
+    """Release the locks on a folder that this process has inherited. Blocks; raises nothing.
+
+    A process that ends while it has the lock leaves it to those that it has forked meanwhile: flock's locks last until
+    nobody has the descriptor. No thread of this process may have the lock.
+    """
+    with contextlib.suppress(OSError):
+        folder = os.stat(path)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), folder):
+                    fcntl.flock(int(name), fcntl.LOCK_UN)  # closing is not enough: a fork of this one has it, too
+                    os.close(int(name))
 
 
 def _finish_replacement(path: Path, name: str) -> None:

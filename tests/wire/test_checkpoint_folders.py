@@ -81,6 +81,25 @@ def test_a_commit_that_is_done_again_comes_to_the_same(tmp_path: Path) -> None:
     assert again == folder
 
 
+def test_a_commit_that_was_cut_off_after_the_rename_is_finished_when_it_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException): ...
+
+    def kill(folder: Path) -> None:
+        if folder == tmp_path:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(folders, "_sync_folder", kill)
+        save(tmp_path, 800)
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "_sync_folder", synced.append)
+    folder = folders.commit(folders.saving_folder(str(tmp_path), "a-1"), manifest(800), overwrite=False)
+    assert synced == [tmp_path]
+    assert sorted(os.listdir(folder)) == ["__0_0.distcp", "meshbook.json"]
+
+
 @pytest.mark.parametrize("name", ["best", "step-00000800 (copy)", ".replaced-step-00000800-7"])
 def test_a_copy_of_a_checkpoint_is_read_under_any_name(tmp_path: Path, name: str) -> None:
     copy = shutil.copytree(save(tmp_path, 800), tmp_path / name)
