@@ -12,6 +12,7 @@ from meshbook.errors import CheckpointError
 from meshbook.ids import CallId
 from meshbook.supervisor.effects import CommitCheckpoint, Effect, RemoveCheckpoint
 from meshbook.wire import checkpoint_folders
+from meshbook.wire.folders import release_inherited_locks
 from meshbook.wire.loop import Loop
 from meshbook.wire.messages import CheckpointManifest
 
@@ -82,7 +83,7 @@ class CheckpointCommitter:
                 continue
             final, error = "", ""
             # The process whose standby this was may have been killed in the midst of a commit.
-            checkpoint_folders.release_inherited_locks(effect.command.path)
+            release_inherited_locks(effect.command.path)
             try:
                 final = str(checkpoint_folders.commit(folder, effect.manifest, overwrite=effect.command.overwrite))
             except CheckpointError as failure:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
 import socket
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ import msgspec
 
 from meshbook import clock
 from meshbook.errors import CheckpointError, message_of
+from meshbook.wire.folders import locked
 from meshbook.wire.messages import CheckpointManifest
 from meshbook.wire.processes import ProcessIdentity, is_on_other_host, is_running
 
@@ -251,7 +251,7 @@ def remove_leftovers(path: str, own_saves: Collection[str]) -> None:
                 with contextlib.suppress(OSError):
                     _remove(folder)
             elif name.endswith(_NEW) and _NAME.fullmatch(name):
-                with _locked(Path(path)):
+                with locked(Path(path)):
                     _finish_replacement(Path(path), name.removesuffix(_NEW))
 
 
@@ -284,7 +284,7 @@ def commit(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Pa
         check_sizes(CheckpointEntry(folder, manifest))
     try:
         if final is None:
-            with _locked(path):
+            with locked(path):
                 number = 1 + max((entry.manifest.number for entry in list_checkpoints(path)), default=0)
                 numbered = msgspec.structs.replace(manifest, number=number)
                 _write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(numbered), indent=1))
@@ -308,7 +308,7 @@ def describe_failure(error: BaseException, path: str | Path) -> str:
 def _find_committed(path: Path, manifest: CheckpointManifest) -> Path | None:
     """Return the checkpoint with exactly this manifest, but for its number, if there is one."""
     if manifest.step is not None:
-        with _locked(path):
+        with locked(path):
             _finish_replacement(path, folder_name(manifest.step))
     for folder, found in list_checkpoints(path):
         if msgspec.structs.replace(found, number=manifest.number) == manifest:
@@ -347,40 +347,11 @@ def _rename_to_next(folder: Path, path: Path) -> Path:
             return final
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other threads and processes, of any mesh, from renaming in a folder of checkpoints during the block.
-
-    Two that finish one replacement would move away the new checkpoint as if it were the old one.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a standby that was forked meanwhile has the descriptor, too
-        os.close(descriptor)
-
-
-def release_inherited_locks(path: str | Path) -> None:
-    """Release the locks on a folder that this process has inherited. Blocks; raises nothing.
-
-    A process that ends while it has the lock leaves it to those that it has forked meanwhile: flock's locks last until
-    nobody has the descriptor. No thread of this process may have the lock.
-    """
-    with contextlib.suppress(OSError):
-        folder = os.stat(path)
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(int(name)), folder):
-                    fcntl.flock(int(name), fcntl.LOCK_UN)  # closing is not enough: a fork of this one has it, too
-                    os.close(int(name))
-
-
 def _finish_replacement(path: Path, name: str) -> None:
-    """Give a `.new` checkpoint its final name, after the one that has it was moved away. Under the folder's lock."""
+    """Give a `.new` checkpoint its final name, after the one that has it was moved away.
+
+    Under the folder's lock: two that finish one replacement would move the new checkpoint away as the old one.
+    """
     new, final = path / f"{name}{_NEW}", path / name
     if not (new / MANIFEST).exists():
         return

@@ -149,7 +149,7 @@ def claim_folder(name: str) -> Path:
         )
     doomed = None
     try:
-        with _exclusive_lock(folder.parent):
+        with locked(folder.parent):
             if os.path.lexists(folder):
                 if read_owner(folder) is None:
                     raise StartError(
@@ -233,14 +233,14 @@ def is_locked(folder: Path) -> bool:
     except OSError:  # a file system without locks
         return False
     finally:
-        os.close(fd)
+        _unlock(fd)
     return False
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a mesh's folder. A folder that is not ours is left alone."""
     with contextlib.suppress(OSError):
-        with _exclusive_lock(folder.parent):
+        with locked(folder.parent):
             doomed = _rename_aside(folder) if read_owner(folder) is not None else None
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
@@ -251,7 +251,7 @@ def remove_if_stale(folder: Path) -> bool:
     if not is_stale(folder):
         return False
     with contextlib.suppress(OSError):
-        with _exclusive_lock(folder.parent):
+        with locked(folder.parent):
             doomed = _rename_aside(folder) if is_stale(folder) else None
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
@@ -291,12 +291,32 @@ def _rename_aside(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Lock the runtime folder, so that no mesh is created between the check and the removal of a folder."""
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other threads and processes that do the same with this folder waiting, for the time of the block."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(fd)
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+    os.close(fd)
+
+
+def release_inherited_locks(folder: str | Path) -> None:
+    """Release the locks on a folder that this process has inherited. Blocks; raises nothing.
+
+    A process that ends while it has the lock leaves it to those that it has forked meanwhile: flock's locks last until
+    nobody has the descriptor. No thread of this process may have the lock.
+    """
+    with contextlib.suppress(OSError):
+        found = os.stat(folder)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), found):
+                    _unlock(int(name))

@@ -90,8 +90,8 @@ def test_a_commit_that_was_cut_off_after_the_rename_is_finished_when_it_is_done_
         if folder == tmp_path:
             raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(folders, "_sync_folder", kill)
+    monkeypatch.setattr(folders, "_sync_folder", kill)
+    with pytest.raises(Killed):
         save(tmp_path, 800)
     synced: list[Path] = []
     monkeypatch.setattr(folders, "_sync_folder", synced.append)
@@ -203,27 +203,6 @@ def open_folder(path: Path) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
-
-
-def test_the_folder_is_free_again_though_a_process_that_was_forked_meanwhile_has_its_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run").mkdir()
-    opened, copies = os.open, []
-
-    def open_and_copy(path: Path, flags: int) -> int:
-        descriptor = opened(path, flags)
-        copies.append(os.dup(descriptor))
-        return descriptor
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", open_and_copy)
-        with folders._locked(tmp_path / "run"):
-            pass
-    with open_folder(tmp_path / "run") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    for descriptor in copies:
         os.close(descriptor)
 
 

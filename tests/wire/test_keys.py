@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -314,6 +316,44 @@ def test_a_folder_that_its_supervisor_holds_is_kept_though_its_process_cannot_be
         assert folders.remove_stale_folders() == []
         holder.communicate()
     assert folders.remove_stale_folders() == ["mesh"]
+
+
+def lock_and_unlock(folder: Path) -> None:
+    with folders.locked(folder):
+        assert folders.is_locked(folder)
+
+
+@pytest.mark.parametrize("use", [lock_and_unlock, folders.is_locked])
+def test_a_folder_is_free_again_though_a_process_that_was_forked_meanwhile_has_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object]
+) -> None:
+    opened, copies = os.open, []
+
+    def open_and_copy(path: Path, flags: int) -> int:
+        descriptor = opened(path, flags)
+        copies.append(os.dup(descriptor))
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_and_copy)
+        use(tmp_path)
+    assert copies
+    assert not folders.is_locked(tmp_path)
+    for descriptor in copies:
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("starts_processes")
+def test_a_lock_that_was_inherited_is_released_for_every_process_that_has_its_descriptor(tmp_path: Path) -> None:
+    """As by a standby, whose own standby has inherited it too."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[descriptor]) as other:
+        folders.release_inherited_locks(tmp_path)
+        assert not folders.is_locked(tmp_path)
+        other.communicate(timeout=WAIT_S)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_without_a_name_the_only_mesh_is_meant(runtime: Path) -> None:
