@@ -150,10 +150,12 @@ def test_cells_output_and_values_go_on_when_the_supervisor_is_killed(mesh: Mesh)
     result = future.result(WAIT_S)
     assert dict(result.values) == {rank: rank for rank in range(4)}
     assert [line.split()[-1] for line in result.output.splitlines() if "step" in line] == [str(n) for n in range(50)]
-    assert "took over" in result.output
+    # shown in the cell, or in the next one if a host, to which the notice travels, has done the cell before
+    total = mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()", echo=False)
+    assert "took over" in result.output + total.output
+    assert total.values.same() == 4.0
     assert mesh.session.info.supervisor_pid != former
     assert [float(value[-1]) for value in mesh.pull("kept").values()] == [0.0, 1.0, 2.0, 3.0]
-    assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
     assert {host.state for host in mesh.hosts()} == {"ready"}
 
 
