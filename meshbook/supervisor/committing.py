@@ -55,10 +55,11 @@ class CheckpointCommitter:
         self._loop.act(lambda: self._put(effect))
 
     def _put(self, effect: CommitCheckpoint | RemoveCheckpoint) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="meshbook-commit")
-            self._thread.start()
         self._todo.put(effect)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="meshbook-commit")
+            thread.start()  # if the system has none now, the next effect has it started, and this one carried out
+            self._thread = thread
 
     def take_over(self) -> None:
         """Carry out again what another process, which has ended, has begun."""
@@ -76,11 +77,15 @@ class CheckpointCommitter:
             os.close(descriptor)
 
     def _run(self) -> None:
+        carried_out: set[CallId] = set()
         while (effect := self._todo.get()) is not None:
             folder = checkpoint_folders.saving_folder(effect.command.path, effect.command.call)
             if isinstance(effect, RemoveCheckpoint):
                 checkpoint_folders.discard(folder)
                 continue
+            if effect.command.call in carried_out:  # there twice, if this process has taken over in `submit`
+                continue
+            carried_out.add(effect.command.call)
             final, error = "", ""
             # The process whose standby this was may have been killed in the midst of a commit.
             release_inherited_locks(effect.command.path)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from meshbook.errors import CheckpointError
+from meshbook.supervisor.committing import CheckpointCommitter
+from meshbook.supervisor.effects import CommitCheckpoint
+from meshbook.wire import checkpoint_folders
+from meshbook.wire.loop import Loop
+from meshbook.wire.messages import CheckpointManifest, SaveCheckpoint
 from tests.budget import WAIT_S
 from tests.scripts import run_python
-
-pytestmark = pytest.mark.usefixtures("starts_processes")
 
 # A loop with a standby commits one save. It is killed under the folder's lock, when it has another standby, which ends
 # when it has delivered the end of the commit, or after so many seconds.
@@ -64,6 +69,34 @@ loop.run()
 """
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_a_standby_that_was_forked_while_the_folder_was_locked_commits_after_the_kill(tmp_path: Path) -> None:
     assert run_python(PROGRAM, str(tmp_path), str(WAIT_S)).stdout == "ended a-1 step-00000800 \n"
     assert os.listdir(tmp_path) == ["step-00000800"]
+
+
+def test_a_save_that_is_submitted_as_the_supervisor_ends_is_committed_once_by_the_standby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has failed and was reported so must not become a checkpoint afterwards."""
+    tried: list[Path] = []
+
+    def fail(folder: Path, manifest: CheckpointManifest, *, overwrite: bool) -> Path:
+        tried.append(folder)
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(checkpoint_folders, "commit", fail)
+    save = SaveCheckpoint(call="a-1", ranks=(0,), path=str(tmp_path), names=("state",), step=800)
+    manifest = CheckpointManifest(
+        format=checkpoint_folders.FORMAT, step=800, generation=1, world_size=1, axes={"rank": 1}, saved_at=1.0,
+        torch="2", names=(), files=(),
+    )  # fmt: skip
+    loop, held, ended = Loop(), list[Callable[[], object]](), list[str]()
+    monkeypatch.setattr(loop, "act", lambda action, **_: held.append(action))
+    committer = CheckpointCommitter(loop, lambda call, *_: ended.append(call) or [], lambda effects: None)  # type: ignore[func-returns-value]
+    committer.submit(CommitCheckpoint(save, manifest))
+    committer.take_over()
+    for action in held:
+        action()
+    committer.close()
+    assert (len(tried), ended) == (1, ["a-1"])
