@@ -181,7 +181,7 @@ class LinkedRouter:
         owing, self._owing = self._owing, {}
         for peer in owing.values():
             if peer.link.owes_acknowledgement:  # as with all that leaves: not before a standby has what was received
-                send = lambda peer=peer: self._send_to(peer, peer.link.acknowledge())  # type: ignore[misc]  # noqa: E731
+                send = lambda peer=peer: self._send_to(peer, peer.link.acknowledge())  # noqa: E731
                 self._loop.act(send, logged=False)
 
     # ---- connections that have broken

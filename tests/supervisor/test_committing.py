@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.errors import CheckpointError
+from meshbook.ids import CallId
 from meshbook.supervisor.committing import CheckpointCommitter
 from meshbook.supervisor.effects import CommitCheckpoint
 from meshbook.wire import checkpoint_folders
@@ -86,7 +87,7 @@ def test_a_save_that_is_submitted_as_the_supervisor_ends_is_committed_once_by_th
         raise CheckpointError("the disk is full")
 
     monkeypatch.setattr(checkpoint_folders, "commit", fail)
-    save = SaveCheckpoint(call="a-1", ranks=(0,), path=str(tmp_path), names=("state",), step=800)
+    save = SaveCheckpoint(call=CallId("a-1"), ranks=(0,), path=str(tmp_path), names=("state",), step=800)
     manifest = CheckpointManifest(
         format=checkpoint_folders.FORMAT, step=800, generation=1, world_size=1, axes={"rank": 1}, saved_at=1.0,
         torch="2", names=(), files=(),

@@ -110,7 +110,8 @@ def test_what_came_since_the_loop_holds_back_is_not_acknowledged_before_a_standb
     ends: Ends, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     monkeypatch.setattr(linked_sockets, "_ACKNOWLEDGE_AFTER_S", 0.0 if "due" in reason else 60.0)
-    ends.loop.held = held = []
+    held: list[Callable[[], object]] = []
+    ends.loop.held = held
     ends.dealer.send(b"1")
     ends.turn_until(lambda: ends.up)
     if "broken" in reason:
