@@ -11,11 +11,9 @@ from typing import Any, Literal, ParamSpec, overload
 
 from meshbook.controller import extensions, healing, remote, resizing, running, scattering, spares
 from meshbook.controller.console import Console, current_cell_number, find_prompter
-from meshbook.controller.debugger_methods import DebuggerMethods
-from meshbook.controller.difference_methods import DifferenceMethods
+from meshbook.controller.debugging_methods import DebuggingMethods
 from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.healed import Healed, Resized
-from meshbook.controller.recording_methods import RecordingMethods
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
@@ -28,7 +26,7 @@ from meshbook.mesh_axes import MeshAxes, Slice
 P = ParamSpec("P")
 
 
-class Mesh(DifferenceMethods, RecordingMethods, DebuggerMethods):
+class Mesh(DebuggingMethods):
     """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
     `Mesh(4)` or `Mesh((2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager,

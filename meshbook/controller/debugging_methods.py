@@ -1,16 +1,18 @@
-"""The methods of `Mesh` that say what ranks hold differently."""
+"""The methods of `Mesh` that find mistakes: the debugger, records of cells, and what ranks hold differently."""
 
 from __future__ import annotations
 
-from meshbook.controller import comparing, sentinels
+from collections.abc import Sequence
+
+from meshbook.controller import comparing, recording, running_debugger, sentinels
 from meshbook.controller.checkpoint_methods import CheckpointMethods
 from meshbook.controller.differences import Differences
 from meshbook.controller.sentinels import NumberReport
 from meshbook.errors import UsageError
 
 
-class DifferenceMethods(CheckpointMethods):
-    """Compares what ranks hold; a part of `Mesh`."""
+class DebuggingMethods(CheckpointMethods):
+    """Stops, records and compares; a part of `Mesh`."""
 
     def same(self, *names: str, over: str | None = None, forward: str | None = None) -> Differences:
         """Compare what replicas must hold equally: models, optimizers, tensors, values. Blocks; after running cells.
@@ -81,3 +83,46 @@ class DifferenceMethods(CheckpointMethods):
         if on is not None:
             sentinels.switch(self._session, self.ranks, on=on)
         return sentinels.report(self._session, self.ranks)
+
+    def record(self, on: bool = True, *, limit: int = recording.DEFAULT_LIMIT) -> None:
+        """Have each rank keep what a replay of the last cell needs, from the next cell on. See docs/debugging.md.
+
+        When a recorded cell fails or is stopped, each failing rank writes a bundle to failures/fN in the folder of this
+        process, and the error says so; `meshbook replay failures/fN` runs that rank's part again, in one process.
+
+        Args:
+            on: False ends it, and drops what is kept.
+            limit: bytes of memory that a record may take on each rank. A cell that needs more is not recorded, and its
+                failure says so.
+        """
+        recording.set_recording(self.session, on, limit)
+
+    def save_record(self) -> recording.SavedRecords:
+        """Write what each rank has kept of the last recorded cell as bundles, however it ended. Blocks.
+
+        Returns:
+            SavedRecords: the folder, and what is missing; its text is what `%mesh record save` shows.
+
+        Raises:
+            RankLost: no rank is left.
+        """
+        return recording.save(self.session, self.session.living(self.ranks))
+
+    def debug(self, ranks: Sequence[int] | int | str | None = None) -> None:
+        """Stop ranks in the debugger where they are, in a cell in the background or of another client. Blocks.
+
+            future = mesh.run("train()", wait=False)
+            mesh.debug(0)
+
+        The prompt is here, for all ranks that stop; `h` at it lists the commands. `c` lets them go on, `q` ends the
+        cell, Ctrl-C leaves and lets them go on. docs/debugging.md says where a rank can stop.
+
+        Args:
+            ranks: which ranks, as for `run`; None: all of this view.
+
+        Raises:
+            UsageError: nothing runs there, or nobody can type here.
+            MeshShapeError: a rank is not in this mesh.
+        """
+        chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
+        running_debugger.debug(self.session, tuple(sorted(chosen)))
