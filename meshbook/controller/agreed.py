@@ -7,8 +7,6 @@ from typing import Any
 
 from meshbook.rank.previews.expressions import BINARY, UNARY
 
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
 
 class AgreedOperators:
     """`float(x)`, `f"{x:.2f}"`, `if x:`, `x == 3` and `2 * x` of one value per rank.
@@ -42,6 +40,10 @@ class AgreedOperators:
         # results that differ are of values that do, for which `_meshbook_same` has the message
         return first if all(values_equal(first, other) for other in others) else apply(self._meshbook_same())
 
+    def _meshbook_operate(self, op: str, *operands: Any, reflected: bool = False) -> Any:
+        """Return what an operator of Python's gives: `x + 1`, `-x`, `x == 3`."""
+        return self._meshbook_agreed(op, *operands, reflected=reflected)
+
     def __bool__(self) -> bool:
         return bool(self._meshbook_agreed("bool"))
 
@@ -74,17 +76,17 @@ def values_equal(a: Any, b: Any) -> bool:
 
 
 def _binary(op: str, *, reflected: bool = False) -> Callable[[AgreedOperators, Any], Any]:
-    return lambda self, other: self._meshbook_agreed(op, other, reflected=reflected)
+    return lambda self, other: self._meshbook_operate(op, other, reflected=reflected)
 
 
 def _unary(op: str) -> Callable[[AgreedOperators], Any]:
-    return lambda self: self._meshbook_agreed(op)
+    return lambda self: self._meshbook_operate(op)
 
 
 for _op in BINARY:
     if _op != "contains":
         setattr(AgreedOperators, f"__{_op}__", _binary(_op))
-        if _op not in COMPARISONS:
+        if _op not in ("eq", "ne", "lt", "le", "gt", "ge"):
             setattr(AgreedOperators, f"__r{_op}__", _binary(_op, reflected=True))
 for _op in ("neg", "pos", "invert", "abs"):
     setattr(AgreedOperators, f"__{_op}__", _unary(_op))

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from meshbook.controller import extensions, running
-from meshbook.controller.agreed import COMPARISONS, AgreedOperators
+from meshbook.controller.agreed import AgreedOperators
 from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import CellError, CellInterrupted, MeshNameError, TransferError, ValuesDiffer
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.marimo.page import marimo_mime
-from meshbook.rank.previews.expressions import BINARY, Expression, NameRef, ResultRef
+from meshbook.rank.previews.expressions import Expression, NameRef, ResultRef
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
 
@@ -141,10 +141,23 @@ class RemoteValue(RemoteHandle):
     def _meshbook_same(self) -> Any:
         return pull(self).same()
 
-    def _meshbook_agreed(self, op: str, *operands: Any, reflected: bool = False) -> Any:
+    def _meshbook_step(self, op: str, operands: tuple[Any, ...], reflected: bool) -> RemoteValue:
         path = self._meshbook_path
-        step = path.binary(op, *operands, reflected=reflected) if operands else path.unary(op)
-        return _evaluated_values(self, step).same()
+        return _evaluate(self, path.binary(op, *operands, reflected=reflected) if operands else path.unary(op))
+
+    def _meshbook_agreed(self, op: str, *operands: Any, reflected: bool = False) -> Any:
+        values = self._meshbook_step(op, operands, reflected)._meshbook_values
+        assert values is not None  # `_evaluate` sets them
+        return values.same()
+
+    def _meshbook_operate(self, op: str, *operands: Any, reflected: bool = False) -> Any:
+        """Return a handle to the result."""
+        if any(getattr(type(operand), "_meshbook_is_tensor", False) for operand in operands):
+            return NotImplemented  # torch handles the operation, so that autograd records it
+        return self._meshbook_step(op, operands, reflected)
+
+    def __copy__(self) -> RemoteValue:
+        return self._meshbook_step("copy", (), False)
 
     def __round__(self, digits: int | None = None) -> RemoteValue:
         return _evaluate(self, self._meshbook_path.attr("__round__").call(() if digits is None else (digits,)))
@@ -178,32 +191,6 @@ class RemoteValue(RemoteHandle):
         root = self._meshbook_path.root
         assert isinstance(root, NameRef | ResultRef)
         return root.key
-
-
-def _binary(op: str, *, reflected: bool = False) -> Callable[[RemoteValue, Any], Any]:
-    def apply(self: RemoteValue, other: Any) -> Any:
-        # torch handles the operation, so that autograd records it
-        if getattr(type(other), "_meshbook_is_tensor", False):
-            return NotImplemented
-        return _evaluate(self, self._meshbook_path.binary(op, other, reflected=reflected))
-
-    return apply
-
-
-def _unary(op: str) -> Callable[[RemoteValue], RemoteValue]:
-    def apply(self: RemoteValue) -> RemoteValue:
-        return _evaluate(self, self._meshbook_path.unary(op))
-
-    return apply
-
-
-for _op in BINARY:
-    if _op != "contains":
-        setattr(RemoteValue, f"__{_op}__", _binary(_op))
-        if _op not in COMPARISONS:
-            setattr(RemoteValue, f"__r{_op}__", _binary(_op, reflected=True))
-for _op in ("neg", "pos", "invert", "abs", "copy"):
-    setattr(RemoteValue, f"__{_op}__", _unary(_op))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,7 +333,8 @@ def list_attributes(value: RemoteValue) -> list[str]:
 
 def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
     """Evaluate a path now; the result stays on the ranks, under a handle."""
-    session, ranks = value._meshbook_session, _living_ranks(value)
+    session = value._meshbook_session
+    ranks = session.living(value._meshbook_ranks)
     command = messages.Evaluate(
         call=session.connection.next_call_id(),
         ranks=ranks,
@@ -354,9 +342,7 @@ def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
         inline_limit=0,
         always_retain=True,
     )
-    finished = session.foreground.run(command)
-    session.raise_for_status(finished, ranks, label=str(path))
-    return result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), str(path))
+    return result_handle(session, command.call, ranks, session.run_for_values(command, str(path)), str(path))
 
 
 @contextlib.contextmanager
@@ -368,16 +354,6 @@ def _raising(kind: type[Exception]) -> Iterator[None]:
         if error.succeeded or {failure.ename for failure in error.failures} != {kind.__name__}:
             raise
         raise kind(error.failures[0].evalue) from None
-
-
-def _living_ranks(value: RemoteValue) -> Ranks:
-    return value._meshbook_session.living(value._meshbook_ranks)
-
-
-def _evaluated_values(value: RemoteValue, path: Expression) -> RankValues:
-    values = _evaluate(value, path)._meshbook_values
-    assert values is not None  # _evaluate sets them
-    return values
 
 
 def _format_names(names: tuple[str, ...]) -> str:
