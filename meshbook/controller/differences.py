@@ -6,12 +6,12 @@ model's process group say, else all that have the name. The digest that most rep
 
 from __future__ import annotations
 
-import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshbook.controller.tables import TextReport
 from meshbook.errors import MeshNameError
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import Comparison, StateDescription, StateEntry, TensorDifference
@@ -71,7 +71,7 @@ class Difference:
 
 
 @dataclass(frozen=True, repr=False)
-class Differences:
+class Differences(TextReport):
     """What ranks hold differently behind names. Displays itself; true if nothing differs.
 
     Attributes:
@@ -110,14 +110,6 @@ class Differences:
         more = len(lines) - _MAX_LINES
         shown = lines[:_MAX_LINES] + ([f"and {more:,} more lines; `.differences` has all"] if more > 0 else [])
         return "\n".join([heading, *(f"  {line}" for line in shown), *self.notes])
-
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre class='meshbook-differences'>{html.escape(self.text)}</pre>"
 
 
 def fold_differences(differences: Sequence[Difference]) -> list[str]:

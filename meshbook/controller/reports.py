@@ -19,7 +19,7 @@ from typing import Any
 from meshbook.controller import subscription
 from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot
-from meshbook.controller.tables import STATES, Table, describe_activity, format_age, format_bytes
+from meshbook.controller.tables import STATES, Table, TextReport, describe_activity, format_age, format_bytes
 from meshbook.data import dataframes
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose import stack_tree as stack_tree
@@ -43,7 +43,7 @@ _ALL_HISTORY_S = 1e9
 
 
 @dataclass(frozen=True, repr=False)
-class Why:
+class Why(TextReport):
     """Why a mesh hangs. Displays itself.
 
     Attributes:
@@ -63,11 +63,6 @@ class Why:
         """The output of `%mesh why`, without colours."""
         return diagnose.as_text(self.findings, color=False)
 
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         parts = []
         for one in self.findings:
@@ -81,7 +76,7 @@ class Why:
 
 
 @dataclass(frozen=True, repr=False)
-class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
+class Stacks(TextReport, Mapping[int, tuple[ThreadStack, ...]]):
     """The Python stacks of ranks. Displays itself as one tree; `stacks[3]` is rank 3's threads, the main one first.
 
     Attributes:
@@ -143,14 +138,6 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
 
     def __len__(self) -> int:
         return len(self._by_rank)
-
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre class='meshbook-stacks'>{html.escape(self.text)}</pre>"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +9,7 @@ import msgspec
 
 from meshbook.controller.running import require_living
 from meshbook.controller.session import Session, incarnations
+from meshbook.controller.tables import TextReport
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import NumberFinding, SentinelReport
@@ -20,7 +20,7 @@ _TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, repr=False)
-class NumberReport:
+class NumberReport(TextReport):
     """What the sentinels of some ranks have found. Displays itself; true if all have answered and found nothing.
 
     Attributes:
@@ -49,21 +49,11 @@ class NumberReport:
             lines.append(f"  {did_not} (%mesh why tells why); ask again")
         return "\n".join([f"{heading}.", *lines]) if lines else f"{heading}, nothing found."
 
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre class='meshbook-numbers'>{html.escape(self.text)}</pre>"
-
 
 def switch(session: Session, own: Ranks, *, on: bool) -> None:
     """Switch the sentinels of the living ranks of a view on or off; see `Mesh.nan`."""
     ranks = require_living(session, own, None)
-    command = messages.SetSentinel(session.connection.next_call_id(), ranks, on)
-    finished = session.foreground.run(command)
-    session.raise_for_status(finished, ranks, label="nan")
+    session.run_for_values(messages.SetSentinel(session.connection.next_call_id(), ranks, on), "nan")
     if _KEY not in session.extras:
         session.healed_hooks.append(partial(_after_heal, session))
     switched: dict[int, int] = session.extras.setdefault(_KEY, {})

@@ -79,6 +79,23 @@ class Table:
         return tuple(self.columns[at] for at in nonempty), tuple(tuple(row[at] for at in nonempty) for row in self.rows)
 
 
+class TextReport:
+    """A report that displays itself: its text, on a terminal and in a notebook."""
+
+    @property
+    def text(self) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
 @dataclass(frozen=True, repr=False)
 class TableOf(Sequence[Info]):
     """Infos that display themselves as a table."""
