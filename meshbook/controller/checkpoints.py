@@ -219,7 +219,7 @@ def plan_preemption(
     folder = "" if path is None else _absolute(path)
     call = session.connection.next_call_id()
     command = messages.PlanPreemption(call, folder, tuple(names), float(grace_s), resize)
-    session.call_supervisor(command, 5.0)
+    session.call_supervisor(command)
 
 
 def restore(

@@ -17,8 +17,7 @@ class Hosts(TableOf[HostInfo]):
 
 def fetch_hosts(session: Session) -> Hosts:
     """Ask the supervisor for the mesh's machines. Raises MeshTimeout."""
-    command = messages.QueryHosts(call=session.connection.next_call_id())
-    infos = session.call_supervisor(command, 5.0).hosts
+    infos = session.call_supervisor(messages.QueryHosts(call=session.connection.next_call_id())).hosts
     return Hosts(hosts_table(session.name, infos), infos)
 
 

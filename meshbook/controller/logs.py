@@ -31,7 +31,6 @@ DEFAULT_LIMIT = 1000
 _FOLLOW_LIMIT = 10
 # Seconds that a host's hits wait for equal ones of other hosts, while a search follows.
 _FOLLOW_HOLD_S = 0.3
-_HOST_LOG_TIMEOUT_S = 5.0
 # Seconds between two looks whether the supervisor answers.
 _CHECK_S = 1.0
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -128,7 +127,7 @@ class Logs(Sequence[LogHit]):
 def host_log(session: Session, host: str, limit_bytes: int = 1 << 16) -> str:
     """Return what a host's agent has last written. Blocks. Raises UsageError: no host is called so."""
     command = messages.QueryHostLog(call=session.connection.next_call_id(), host=host, limit_bytes=limit_bytes)
-    return session.call_supervisor(command, _HOST_LOG_TIMEOUT_S).text or f"(the agent of {host} has written nothing)"
+    return session.call_supervisor(command).text or f"(the agent of {host} has written nothing)"
 
 
 def search(

@@ -19,7 +19,6 @@ from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import Display, FoldedItem, HistoryEntry, KeptCell, Line, RankDisplay
 
-_TIMEOUT_S = 5.0
 # Cells that a client hears of when it attaches; the others are marked in the history.
 _MAX_NOTICES = 3
 _ENDS = {"ok": "ended", "error": "failed", "interrupted": "was stopped", "lost": "lost a rank"}
@@ -81,14 +80,14 @@ def fetch_past_cells(session: Session, number: int) -> tuple[PastCell, ...]:
     """
     cells: list[PastCell] = []
     query = messages.QueryOutput(call=session.connection.next_call_id(), number=number)
-    for kept in session.call_supervisor(query, _TIMEOUT_S).kept:
+    for kept in session.call_supervisor(query).kept:
         cells.append(PastCell(kept, now=time.time(), earlier=tuple(cells)))
     return tuple(cells)
 
 
 def fetch_unattended(session: Session) -> messages.CommandReply:
     """Return the running cells (`open_calls`), and those that ended without their client (`history`). Blocks."""
-    return session.call_supervisor(messages.QueryUnattended(call=session.connection.next_call_id()), _TIMEOUT_S)
+    return session.call_supervisor(messages.QueryUnattended(call=session.connection.next_call_id()))
 
 
 def acknowledge(session: Session, entries: Sequence[HistoryEntry]) -> None:

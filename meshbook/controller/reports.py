@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from meshbook.controller import subscription
 from meshbook.controller.session import Session
@@ -24,7 +24,7 @@ from meshbook.data import dataframes
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose import stack_tree as stack_tree
 from meshbook.diagnose.findings import Finding
-from meshbook.errors import MeshTimeout, UsageError
+from meshbook.errors import UsageError
 from meshbook.ids import Ranks, format_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import RankSnapshot, ThreadStack
@@ -153,14 +153,9 @@ def take_snapshots(session: Session, ranks: Ranks) -> messages.SnapshotReply:
         NotAttached: the mesh has ended.
         MeshTimeout: the supervisor does not reply.
     """
-    session.check_attached()
     _check_not_listener_thread(session)
     command = messages.TakeSnapshots(call=session.connection.next_call_id(), ranks=ranks)
-    try:
-        reply: messages.SnapshotReply = session.connection.request(command).result(_REPLY_TIMEOUT_S)
-    except TimeoutError:
-        raise MeshTimeout(f"the supervisor of {session.name!r} did not answer within {_REPLY_TIMEOUT_S:g} s") from None
-    return reply
+    return cast(messages.SnapshotReply, session.call_supervisor(command, _REPLY_TIMEOUT_S))
 
 
 def why(session: Session, ranks: Ranks) -> Why:

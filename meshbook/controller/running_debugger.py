@@ -42,7 +42,7 @@ def find_running(session: Session, ranks: Ranks) -> OpenCall:
     Raises:
         UsageError: none does.
     """
-    reply = session.call_supervisor(messages.QueryStatus(call=session.connection.next_call_id()), 5.0)
+    reply = session.call_supervisor(messages.QueryStatus(call=session.connection.next_call_id()))
     wanted = set(ranks)
     for call in reply.open_calls:
         if wanted & set(call.ranks):

@@ -37,6 +37,7 @@ Files = tuple[ProjectFile, ...]
 OnWaiting = Callable[[messages.MeshStarting], object]
 
 _STOP_TIMEOUT_S = 15.0
+_REPLY_TIMEOUT_S = 5.0  # of the supervisor itself
 _QUERY_TIMEOUT_S = 3.0
 _PULL_INLINE_BYTES = 1 << 16
 
@@ -168,22 +169,22 @@ class Session:
         lost = set(self.lost)
         return tuple(rank for rank in ranks if rank not in lost) if lost else ranks
 
-    def status(self, timeout_s: float = 5.0) -> messages.MeshInfo:
+    def status(self, timeout_s: float = _REPLY_TIMEOUT_S) -> messages.MeshInfo:
         reply = self.call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
         assert reply.info is not None
         return reply.info
 
     def history(self) -> tuple[messages.HistoryEntry, ...]:
-        return self.call_supervisor(messages.QueryHistory(call=self.connection.next_call_id()), 5.0).history
+        return self.call_supervisor(messages.QueryHistory(call=self.connection.next_call_id())).history
 
     def logs(self, rank: int, limit_bytes: int) -> str:
         command = messages.QueryLogs(call=self.connection.next_call_id(), rank=rank, limit_bytes=limit_bytes)
-        return self.call_supervisor(command, 5.0).text or ""
+        return self.call_supervisor(command).text or ""
 
     def kill(self, ranks: Ranks, signal: int) -> None:
-        self.call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal), 5.0)
+        self.call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal))
 
-    def call_supervisor(self, command: Any, timeout_s: float) -> messages.CommandReply:
+    def call_supervisor(self, command: Any, timeout_s: float = _REPLY_TIMEOUT_S) -> messages.CommandReply:
         """Send a command that the supervisor itself replies to, and return the reply. Blocks. Raises MeshTimeout."""
         self.check_attached()
         try:

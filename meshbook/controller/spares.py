@@ -10,7 +10,6 @@ from meshbook.errors import UsageError
 from meshbook.wire import messages
 from meshbook.wire.messages import SpareInfo
 
-_TIMEOUT_S = 5.0
 _MAX_LEFT_OUT = 5  # that are shown
 
 
@@ -33,7 +32,7 @@ def spare(session: Session, num: int | None) -> Spares:
         return Spares(spares_table(session.name, infos := session.status().spares), infos)
     if isinstance(num, bool) or not isinstance(num, int) or num < 0:
         raise UsageError(f"how many processes are to be kept ready? {num!r} is no such number; write mesh.spare(1)")
-    session.call_supervisor(messages.KeepSpares(call=session.connection.next_call_id(), num=num), _TIMEOUT_S)
+    session.call_supervisor(messages.KeepSpares(call=session.connection.next_call_id(), num=num))
     infos = session.status().spares
     if num and not infos:  # other machines have yet to report theirs
         return Spares(Table(f"Mesh {session.name} keeps {num} on each machine; they are being started."), infos)

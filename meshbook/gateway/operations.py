@@ -34,7 +34,6 @@ from meshbook.wire import keys, messages
 Scope = Literal["look", "run", "manage"]  # each allows what those before it allow
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-_REPLY_TIMEOUT_S = 5.0
 _ALL_HISTORY_S = 1e9
 # Seconds between two looks whether a cell of another client has ended.
 _POLL_S = 0.2
@@ -174,7 +173,7 @@ def fetch_output(session: Session, since: int | None, target: str | None = None)
     """
     call = session.connection.next_call_id()
     query = messages.QueryNewOutput(call=call, since=since, target=CallId(target) if target is not None else None)
-    output = session.call_supervisor(query, _REPLY_TIMEOUT_S).output
+    output = session.call_supervisor(query).output
     assert output is not None
     if since is not None and since > output.last_place:
         raise UsageError(
