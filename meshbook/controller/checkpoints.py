@@ -18,7 +18,7 @@ from meshbook.controller.console import Console
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.running import require_living, run_command
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table, format_bytes
+from meshbook.controller.tables import Table, count_of, format_bytes
 from meshbook.errors import CellError, CheckpointError, MeshShapeError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import checkpoint_folders, messages
@@ -262,8 +262,7 @@ def table(path: str | os.PathLike[str]) -> Table:
             )
         )
     columns = ("step", "folder", "saved", "size", "ranks", "names", "generation")
-    count = f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'}"
-    heading = f"{path}: {count}." if rows else f"{path} has no checkpoint yet."
+    heading = f"{path}: {count_of(len(rows), 'checkpoint')}." if rows else f"{path} has no checkpoint yet."
     return Table(heading, columns, tuple(rows), tuple(problems.values()))
 
 

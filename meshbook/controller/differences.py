@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshbook.controller.tables import TextReport
+from meshbook.controller.tables import TextReport, format_some
 from meshbook.errors import MeshNameError
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import Comparison, StateDescription, StateEntry, TensorDifference
@@ -179,7 +179,7 @@ def find_differences(
         ranks,
         tuple(replace(one, since=last, before=before.get(one.path, "")) for one in differences),
         num_compared,
-        tuple(f"Not compared: {_some(paths)} ({why})." for why, paths in left_out.items()),
+        tuple(f"Not compared: {format_some(sorted(paths), 3)} ({why})." for why, paths in left_out.items()),
     )
 
 
@@ -322,9 +322,3 @@ def _last_collective(replies: Mapping[int, StateDescription]) -> str:
     """Return the last collective that all ranks have begun, where they agree."""
     last = {reply.last_collective for reply in replies.values()}
     return last.pop() if len(last) == 1 else ""
-
-
-def _some(paths: Iterable[str]) -> str:
-    listed = sorted(paths)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more

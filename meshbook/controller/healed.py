@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from meshbook.controller.tables import format_age, format_bytes, format_seconds
+from meshbook.controller.tables import count_of, format_age, format_bytes, format_seconds, format_some
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import messages
+
+Said = TypeVar("Said")
 
 _MAX_NAMES_SHOWN = 8
 _MAX_REASONS_SHOWN = 6
@@ -169,9 +172,9 @@ def _describe(healed: messages.MeshHealed, *, has_checkpoint: bool) -> str:
 def _describe_new(healed: messages.MeshHealed, parts: list[str]) -> list[str]:
     """Return the lines that say what new ranks have, of which the first begins with these parts."""
     if healed.ran:
-        parts.append(f"setup replayed ({_count(len(healed.ran), 'cell')})")
+        parts.append(f"setup replayed ({count_of(len(healed.ran), 'cell')})")
     if healed.num_defined:
-        parts.append(f"imports and definitions of {_count(healed.num_defined, 'cell')}")
+        parts.append(f"imports and definitions of {count_of(healed.num_defined, 'cell')}")
     parts += _describe_restored(healed.restored)
     if healed.info.groups == "ready":
         parts.append("groups formed anew")
@@ -186,17 +189,10 @@ def _describe_new(healed: messages.MeshHealed, parts: list[str]) -> list[str]:
 
 def _describe_restored(restored: Mapping[int, Mapping[str, tuple[int, str]]]) -> list[str]:
     """Return a phrase for each source and reason: `model, opt from rank 0 (replica on dp)`."""
-    ranks_of: dict[tuple[str, int, str], list[int]] = defaultdict(list)
-    for rank, found in restored.items():
-        for name, (source, why) in found.items():
-            ranks_of[name, source, why].append(rank)
-    names_of: dict[tuple[int, str, Ranks], list[str]] = defaultdict(list)
-    for (name, source, why), ranks in ranks_of.items():
-        names_of[source, why, tuple(ranks)].append(name)
     return [
         f"{_names(names)} from rank {source} ({why})"
         + (f" on {name_ranks(ranks)}" if len(ranks) < len(restored) else "")
-        for (source, why, ranks), names in names_of.items()
+        for ((source, why), ranks), names in _fold(restored).items()
     ]
 
 
@@ -215,19 +211,26 @@ def _describe_lacking(healed: messages.MeshHealed) -> list[str]:
 
 
 def _describe_names(names: Mapping[int, Mapping[str, str]], what: str, attribute: str) -> list[str]:
-    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, found in names.items():
-        for name, why in found.items():
-            ranks_of[name, why].append(rank)
-    names_of: dict[tuple[str, Ranks], list[str]] = defaultdict(list)
-    for (name, why), ranks in ranks_of.items():
-        names_of[why, tuple(ranks)].append(name)
-    lines = []
-    for (why, on), of_reason in list(names_of.items())[:_MAX_REASONS_SHOWN]:
-        lines.append(f"{what} {name_ranks(on)}: {_names(of_reason)} ({why})")
+    names_of = _fold(names)
+    lines = [
+        f"{what} {name_ranks(ranks)}: {_names(of_reason)} ({why})"
+        for (why, ranks), of_reason in list(names_of.items())[:_MAX_REASONS_SHOWN]
+    ]
     if len(names_of) > _MAX_REASONS_SHOWN:
         lines.append(f"... and more: mesh.heal() returns all of it as .{attribute}")
     return lines
+
+
+def _fold(said: Mapping[int, Mapping[str, Said]]) -> dict[tuple[Said, Ranks], list[str]]:
+    """Return names by what is said of them and the ranks of which it is said, from what is said by rank and name."""
+    ranks_of: dict[tuple[str, Said], list[int]] = defaultdict(list)
+    for rank, of_rank in said.items():
+        for name, about in of_rank.items():
+            ranks_of[name, about].append(rank)
+    names_of: dict[tuple[Said, Ranks], list[str]] = defaultdict(list)
+    for (name, about), ranks in ranks_of.items():
+        names_of[about, tuple(ranks)].append(name)
+    return names_of
 
 
 def _describe_checkpoint(healed: messages.MeshHealed, *, has_checkpoint: bool) -> list[str]:
@@ -246,11 +249,5 @@ def _describe_checkpoint(healed: messages.MeshHealed, *, has_checkpoint: bool) -
     ]
 
 
-def _names(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _MAX_NAMES_SHOWN} more" if len(shown) > _MAX_NAMES_SHOWN else ""
-    return ", ".join(shown[:_MAX_NAMES_SHOWN]) + more
-
-
-def _count(count: int, one: str) -> str:
-    return f"{count} {one}{'' if count == 1 else 's'}"
+def _names(names: Sequence[str]) -> str:
+    return format_some(names, _MAX_NAMES_SHOWN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table, TableOf, format_bytes
+from meshbook.controller.tables import Table, TableOf, count_of, format_bytes
 from meshbook.ids import format_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import HostInfo, MachineFacts
@@ -38,9 +38,8 @@ def hosts_table(mesh: str, infos: Sequence[HostInfo]) -> Table:
         )
         for info in infos
     )
-    number = f"{len(infos)} machine{'' if len(infos) == 1 else 's'}"
     columns = ("machine", "state", "ranks", *FACTS_COLUMNS, "latency", "values")
-    return Table(f"Mesh {mesh}: {number}.", columns, rows, tuple(notes))
+    return Table(f"Mesh {mesh}: {count_of(len(infos), 'machine')}.", columns, rows, tuple(notes))
 
 
 FACTS_COLUMNS = ("GPUs", "cores", "free memory", "Python", "torch", "NCCL", "driver", "Meshbook")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshbook.controller.session import Session
-from meshbook.controller.tables import Table, TableOf, format_bytes, format_seconds
+from meshbook.controller.tables import Table, TableOf, count_of, format_bytes, format_seconds, format_some
 from meshbook.errors import UsageError
 from meshbook.wire import messages
 from meshbook.wire.messages import SpareInfo
@@ -57,9 +57,8 @@ def spares_table(mesh: str, infos: Sequence[SpareInfo]) -> Table:
     notes = [f"The one before {former}." for former in dict.fromkeys(info.former for info in infos) if former]
     left_out = dict(pair for info in infos for pair in info.left_out)
     if left_out:
-        shown = ", ".join(f"{name} ({why})" for name, why in list(left_out.items())[:_MAX_LEFT_OUT])
-        more = f" and {len(left_out) - _MAX_LEFT_OUT} more" if len(left_out) > _MAX_LEFT_OUT else ""
-        notes.append(f"A rank imports these itself: {shown}{more}.")
+        shown = format_some([f"{name} ({why})" for name, why in left_out.items()], _MAX_LEFT_OUT)
+        notes.append(f"A rank imports these itself: {shown}.")
     return Table(
         describe_spares(mesh, infos),
         ("state", "modules", "imported in", "memory of its own", "host", "pid"),
@@ -70,6 +69,5 @@ def spares_table(mesh: str, infos: Sequence[SpareInfo]) -> Table:
 
 def describe_spares(mesh: str, infos: Sequence[SpareInfo]) -> str:
     num_ready = sum(info.state == "ready" for info in infos)
-    spares = "1 spare" if len(infos) == 1 else f"{len(infos)} spares"
     ready = "ready" if num_ready == len(infos) else f"{num_ready} ready"
-    return f"Mesh {mesh} keeps {spares}: {ready}."
+    return f"Mesh {mesh} keeps {count_of(len(infos), 'spare')}: {ready}."

@@ -156,9 +156,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in groups.values())
     notes = []
     if info.names:
-        more = len(info.names) - _MAX_NAMES_SHOWN
-        shown = ", ".join(info.names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        notes.append(f"Names on the ranks: {shown}.")
+        notes.append(f"Names on the ranks: {format_some(info.names, _MAX_NAMES_SHOWN)}.")
     if info.ends_at is not None:
         end = datetime.fromtimestamp(info.ends_at)
         at = f"{end:%H:%M:%S}" if end.date() == datetime.fromtimestamp(now).date() else f"{end:%a %d %b %H:%M}"
@@ -174,7 +172,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         notes.append(f"Spares: {len(info.spares)}, of which {num_ready} ready (%mesh spare).")
     heading = (
         f"Mesh {info.name}: {describe_size(info.spec)}, {_describe_process_group(info)}, "
-        f"up {format_age(now - info.started_at)}, {_pluralize(info.cells_run, 'cell')} run."
+        f"up {format_age(now - info.started_at)}, {count_of(info.cells_run, 'cell')} run."
     )
     return Table(heading, ("rank", "state", "device", "memory", "peak", "host", "pid"), tuple(rows), tuple(notes))
 
@@ -235,11 +233,11 @@ def _describe_process_group(info: MeshInfo) -> str:
 def describe_size(spec: MeshSpec) -> str:
     """Return the size of a mesh as text: `4 ranks`, or `8 ranks (dp=4, tp=2) on 2 hosts`."""
     axes = MeshAxes.of(dict(spec.axes))
-    text = _pluralize(axes.size, "rank")
+    text = count_of(axes.size, "rank")
     if axes.names != ("rank",):
         text += f" ({', '.join(f'{name}={size}' for name, size in axes.axes.items())})"
     if spec.on:
-        return f"{text} on {_pluralize(spec.num_hosts, 'machine')}"
+        return f"{text} on {count_of(spec.num_hosts, 'machine')}"
     return text + (f" on {spec.num_hosts} simulated hosts" if spec.num_hosts > 1 else "")
 
 
@@ -297,7 +295,7 @@ def format_age(seconds: float) -> str:
 
 def format_lines(count: int) -> str:
     """Format a number of lines: `1 line`, `1,312 lines`."""
-    return _pluralize(count, "line")
+    return count_of(count, "line")
 
 
 def format_seconds(seconds: float) -> str:
@@ -324,7 +322,14 @@ def format_spread(values: Sequence[T], format_value: Callable[[T], str]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _pluralize(count: int, one: str) -> str:
+def format_some(names: Sequence[str], limit: int) -> str:
+    """List names, of many the first ones: `model, opt and 3 more`."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def count_of(count: int, one: str) -> str:
+    """Return `1 rank`, `1,312 ranks`."""
     return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
