@@ -82,24 +82,20 @@ def redefine(Class: type) -> list[Redefined]:
 
 def redefine_from(namespace: Mapping[str, Any]) -> list[Redefined]:
     """Update all living actors whose class is redefined in a namespace, such as a notebook's."""
-    done: list[Redefined] = []
     if not has_local_transport():
-        return done
-    visited: set[int] = set()
-    for owned in list(local_registry().owned.values()):
-        ref = owned.ref
-        if ref.Class is None or owned.stopped or ref.Class.__module__ != "__main__":
-            continue
-        current_class = namespace.get(ref.Class.__qualname__)
-        if (
-            isinstance(current_class, type)
-            and current_class is not ref.Class
-            and id(current_class) not in visited
-            and issubclass(current_class, base.Actor)
-        ):
-            visited.add(id(current_class))
-            done += redefine(current_class)
-    return done
+        return []
+    stale = dict.fromkeys(
+        Class.__qualname__
+        for owned in list(local_registry().owned.values())
+        if not owned.stopped and (Class := owned.ref.Class) is not None and Class.__module__ == "__main__"
+        if namespace.get(Class.__qualname__) is not Class
+    )
+    return [
+        result
+        for name in stale
+        if isinstance(found := namespace.get(name), type) and issubclass(found, base.Actor)
+        for result in redefine(found)
+    ]
 
 
 def _redefine(ref: Any, Class: type) -> Redefined:
