@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
@@ -98,7 +98,7 @@ class Instance:
         return f"<{self.name} {self.rank}>"
 
 
-class Context:
+class Context(NamedTuple):
     """The result of `context()`.
 
     Attributes:
@@ -106,10 +106,8 @@ class Context:
         message_rank: its point in the mesh that the message was sent to, which may be a slice of its own mesh.
     """
 
-    __slots__ = ("actor_instance", "message_rank")
-
-    def __init__(self, actor_instance: Instance, message_rank: Point) -> None:
-        self.actor_instance, self.message_rank = actor_instance, message_rank
+    actor_instance: Instance
+    message_rank: Point
 
 
 context_var: ContextVar[Context] = ContextVar("meshbook_actor")

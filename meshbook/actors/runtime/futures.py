@@ -284,7 +284,7 @@ class Future(Generic[R]):
 
     def as_asyncio(self) -> asyncio.Future[R]:
         """Return an asyncio future of the running loop with the same result."""
-        return asyncio.ensure_future(_await_future(self))
+        return asyncio.ensure_future(self)
 
     def __repr__(self) -> str:
         return f"<Future: {self.label} {'is done' if self.done() else 'is running'}>"
@@ -338,19 +338,11 @@ def _wait_all(futures: Sequence[Future[Any]], seconds: float) -> None:
             return
 
 
-async def _await_future(future: Future[R]) -> R:
-    return await future
-
-
 def _already_loaded() -> Any:
     raise AssertionError("an answer is unpacked once")
 
 
-class _NotLoaded:
-    __slots__ = ()
-
-
-_NOT_LOADED = _NotLoaded()
+_NOT_LOADED: Any = object()
 
 
 def resolve_after(parts: Sequence[Future[Any]], future: Future[R], load: Callable[[], R]) -> None:
