@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from meshbook.actors.runtime.relayed_peer import MeshCarrier
 from meshbook.actors.runtime.transport import Transport
 from meshbook.wire import messages
 
@@ -12,10 +13,8 @@ if TYPE_CHECKING:
     from meshbook.controller.session import Session
 
 
-class SessionRelay:
+class SessionRelay(MeshCarrier):
     """Passes on what this program and the processes of a mesh on other machines send each other."""
-
-    may_lag = False
 
     def __init__(self, session: Session, transport: Transport) -> None:
         self._connection = session.connection
@@ -30,9 +29,6 @@ class SessionRelay:
     def add_nodes(self, nodes: set[str]) -> None:
         """Record processes of the mesh."""
         self._nodes |= nodes
-
-    def close(self) -> None:
-        """It carries pieces of other peers, too."""
 
     def reaches(self, node: str) -> bool:
         return node in self._nodes

@@ -12,6 +12,7 @@ import msgspec
 from meshbook.actors.runtime import object_paths, payloads
 from meshbook.actors.runtime.recording import MessageRecorder, recording
 from meshbook.actors.runtime.registry import local_registry
+from meshbook.actors.runtime.relayed_peer import MeshCarrier
 from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.wire.messages import ActiveEndpoint, RelayedBytes
 
@@ -19,16 +20,14 @@ from meshbook.wire.messages import ActiveEndpoint, RelayedBytes
 exit_callbacks: list[Callable[[], None]] = []
 
 
-class _RankRelay:
+class _RankRelay(MeshCarrier):
     """The rank's own mesh, which has several machines."""
 
-    may_lag = False
-
     def __init__(self, send: Callable[[RelayedBytes], None]) -> None:
-        self.send = send
+        self._send = send
 
-    def close(self) -> None:
-        """It carries pieces of other peers, too."""
+    def send(self, piece: RelayedBytes) -> None:
+        self._send(piece)
 
     def reaches(self, node: str) -> bool:
         return True
