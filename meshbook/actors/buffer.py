@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.actors.memory import cuda, elsewhere
 from meshbook.actors.memory.local import Layout, LocalMemory, bytes_at, check_tensor
 from meshbook.actors.memory.sharing import publish_shared, published, reader
+from meshbook.actors.mesh import process_mesh
 from meshbook.actors.runtime.faults import SupervisionError
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.transport import has_local_transport, local_transport
@@ -245,7 +246,7 @@ class Buffer:
 
         def drop() -> None:
             with contextlib.suppress(SupervisionError):  # with its owner the memory is gone
-                elsewhere.process_at(owner)._run(_drop, region, layout).get(_DROP_TIMEOUT_S)
+                process_mesh(f"process {owner.pid}", (owner,))._run(_drop, region, layout).get(_DROP_TIMEOUT_S)
 
         return _start_copy(drop)
 

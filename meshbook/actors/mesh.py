@@ -176,6 +176,12 @@ class ActorMesh(MeshTrait, Generic[T]):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
+def process_mesh(name: str, addresses: tuple[messages.NodeAddress, ...]) -> ActorMesh[Any]:
+    """Return processes as if each was an actor without endpoints, for messages to the processes themselves."""
+    ref = ActorRef("", name, "", {}, frozenset(), addresses, None)
+    return ActorMesh(ref, ref.axes)
+
+
 def send_frames(peers: Sequence[Any], frames: Iterable[Frame], collector: ReplyCollector | None) -> None:
     """Send to each peer its frame; report lost ones to the collector."""
     for peer, frame in zip(peers, frames):  # noqa: B905  (frames may repeat one for ever)

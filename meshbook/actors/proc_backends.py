@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.actors import unhandled_faults
 from meshbook.actors.deadlock_watch import DeadlockWatch
-from meshbook.actors.mesh import ActorMesh
+from meshbook.actors.mesh import ActorMesh, process_mesh
 from meshbook.actors.mesh_references import MeshReferences
-from meshbook.actors.replies import GatherCollector, stopped_procs
+from meshbook.actors.replies import stopped_procs
 from meshbook.actors.runtime.futures import Future, run_in_thread
-from meshbook.actors.runtime.refs import ActorRef, ProcMeshRef
+from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.actors.session_relay import SessionRelay
@@ -48,7 +48,7 @@ def prepare_client() -> None:
     registry.inquiry.ask_here = ask_exit
     if not registry.on_rank and registry.transport.exit_reasons.ask is None:
         registry.transport.exit_reasons.ask = registry.inquiry.ask
-        unhandled_faults.install(registry)
+        registry.on_unhandled_failure = unhandled_faults.report
         if after_s := read_stall_timeout(os.environ):
             DeadlockWatch(registry.transport, report_deadlock, after_s=after_s)
 
@@ -122,7 +122,6 @@ class RefProcBackend(ProcBackend):
         def end() -> None:
             announce_stop(procs_ref, reason)
             from meshbook.controller.starting import attach
-            from meshbook.errors import MeshbookError
 
             with contextlib.suppress(MeshbookError):  # already stopped
                 attach(name).stop()
@@ -230,9 +229,9 @@ def announce_stop(procs_ref: ProcMeshRef, reason: str) -> None:
     for owned in list(local_registry().owned.values()):
         if nodes & owned.rank_by_node.keys():
             owned.stopped = True
-    ref = ActorRef.of_processes(procs_ref.name, procs_ref.addresses)
-    gather = GatherCollector(ref, ref.axes, "stop", ignore_lost=True)
-    ActorMesh(ref, ref.axes)._send_control(lambda number: messages.PrepareShutdown(number, reason), gather)
+    processes = process_mesh(procs_ref.name, procs_ref.addresses)
+    gather = processes._collector("stop", ignore_lost=True)
+    processes._send_control(lambda number: messages.PrepareShutdown(number, reason), gather)
     with contextlib.suppress(MeshTimeout):  # one of them is stuck and will be killed
         gather.future.get(_EXIT_NOTICE_S)
 

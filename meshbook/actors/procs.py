@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.actors.base import Actor
-from meshbook.actors.mesh import ActorMesh, describe_class, send_frames
+from meshbook.actors.mesh import ActorMesh, describe_class, process_mesh, send_frames
 from meshbook.actors.proc_backends import (
     REPLY_TIMEOUT_S,
     ProcBackend,
@@ -30,6 +30,7 @@ from meshbook.actors.runtime.registry import OwnedMesh, local_registry
 from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.actors.shape import MeshTrait
 from meshbook.actors.spawned_procs import SpawnedProcBackend
+from meshbook.controller.tables import Table
 from meshbook.errors import MeshTimeout, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
@@ -86,7 +87,7 @@ class HostMesh(MeshTrait):
 
     def stop(self) -> Future[None]:
         """Stop all processes that this program has spawned."""
-        return _stop_all()
+        return shutdown_context()
 
     shutdown = stop
 
@@ -116,10 +117,10 @@ class ProcMesh(MeshTrait):
         self._backend, self._axes = backend, axes
 
     @classmethod
-    def from_ref(cls, procs_ref: ProcMeshRef, ranks: tuple[int, ...] | None = None) -> ProcMesh:
-        """Return the processes behind a reference; with `ranks`, some of them as a mesh without axes."""
-        axes = MeshAxes(procs_ref.axis_names, procs_ref.axis_sizes, tuple(range(len(procs_ref.addresses))))
-        return cls(RefProcBackend(procs_ref), axes if ranks is None else MeshAxes((), (), ranks))
+    def from_ref(cls, procs_ref: ProcMeshRef, axes: MeshAxes | None = None) -> ProcMesh:
+        """Return the processes behind a reference, or a slice of them."""
+        whole = MeshAxes(procs_ref.axis_names, procs_ref.axis_sizes, tuple(range(len(procs_ref.addresses))))
+        return cls(RefProcBackend(procs_ref), axes or whole)
 
     @classmethod
     def from_mesh(cls, mesh: Mesh) -> ProcMesh:
@@ -204,14 +205,12 @@ class ProcMesh(MeshTrait):
 
     def to_table(self) -> str:
         """Return the processes as a text table."""
-        procs_ref = self._backend.procs_ref()
-        rows = [["place", "process"]]
-        for index, rank in enumerate(self._axes.ranks):
-            axes = self._axes
-            point = ", ".join(f"{k}={v}" for k, v in axes.point(axes.ranks[index]).items())
-            rows.append([point or "-", f"{procs_ref.name}, pid {procs_ref.addresses[rank].pid}"])
-        width = max(len(row[0]) for row in rows)
-        return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)
+        procs_ref, axes = self._backend.procs_ref(), self._axes
+        rows = []
+        for rank in axes.ranks:
+            point = ", ".join(f"{k}={v}" for k, v in axes.point(rank).items())
+            rows.append((point or "-", f"{procs_ref.name}, pid {procs_ref.addresses[rank].pid}"))
+        return str(Table("", ("place", "process"), tuple(rows)))
 
     def stop(self, reason: str = "stopped by its client") -> Future[None]:
         """Stop the processes and the actors on them. Does not wait.
@@ -256,14 +255,10 @@ class ProcMesh(MeshTrait):
         await self.stop()
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self._backend.procs_ref(), self._axes)
+        return ProcMesh.from_ref, (self._backend.procs_ref(), self._axes)
 
     def __repr__(self) -> str:
         return f"<ProcMesh: {str(self._axes) or 'one'}>"
-
-
-def _rebuild(procs_ref: ProcMeshRef, axes: MeshAxes) -> ProcMesh:
-    return ProcMesh(RefProcBackend(procs_ref), axes)
 
 
 def _wait_until_registered(done: Future[None], ref: ActorRef) -> None:
@@ -327,10 +322,6 @@ def get_or_spawn_controller(name: str, Class: type[T], *args: Any, **kwargs: Any
 
 def shutdown_context(host_timeout: float | None = None) -> Future[None]:
     """Stop all processes that this program has spawned."""
-    return _stop_all()
-
-
-def _stop_all() -> Future[None]:
     stops = [
         backend.stop("shut down")
         for backend in list(local_registry().started_here.values())
@@ -355,8 +346,7 @@ def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, A
     procs_ref = procs._backend.procs_ref()
     pending = []
     for rank in procs._axes.ranks:
-        ref = ActorRef.of_processes("the process", (procs_ref.addresses[rank],))
-        process: ActorMesh[Any] = ActorMesh(ref, ref.axes)
+        process = process_mesh("the process", (procs_ref.addresses[rank],))
         gather = process._collector("rows", lambda values: values[0])
         process._send("=rows", (), {}, gather)
         pending.append((rank, gather.future))

@@ -17,7 +17,7 @@ from typing import Any
 from meshbook.actors import replies
 from meshbook.actors.mesh_references import MeshReferences
 from meshbook.actors.runtime import faults, futures
-from meshbook.actors.runtime.registry import ActorRegistry, local_registry
+from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import local_transport, unblock_signals
 from meshbook.ids import name_ranks
 from meshbook.wire.messages import ActorFailure
@@ -31,11 +31,6 @@ _SAME_FAILURE_S = 1.6
 _pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}
 
 
-def install(registry: ActorRegistry) -> None:
-    """Register this module as the handler of unhandled failures."""
-    registry.on_unhandled_failure = _unhandled
-
-
 def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
     """Handle a failure that no `__supervise__` has handled. This default raises SystemExit, and the cell stops.
 
@@ -44,7 +39,8 @@ def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
     raise SystemExit(1)
 
 
-def _unhandled(failure: faults.MeshFailure, name: str) -> None:
+def report(failure: faults.MeshFailure) -> None:
+    """Handle a failure that no actor has handled: `ActorRegistry.on_unhandled_failure` of a client."""
     hook = getattr(sys.modules.get("meshbook.actor"), "unhandled_fault_hook", unhandled_fault_hook)
     if hook is not unhandled_fault_hook:
         threading.Thread(target=_run_hook, args=(hook, failure), name="unhandled_fault_hook", daemon=True).start()

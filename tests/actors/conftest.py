@@ -24,5 +24,5 @@ def procs(starts_meshes: None) -> Iterator[ProcMesh]:
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
     """Failures that no actor has handled."""
     heard: list[MeshFailure] = []
-    monkeypatch.setattr(lives.local_registry(), "on_unhandled_failure", lambda failure, name: heard.append(failure))
+    monkeypatch.setattr(lives.local_registry(), "on_unhandled_failure", heard.append)
     return heard

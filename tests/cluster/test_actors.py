@@ -285,7 +285,7 @@ def test_processes_of_another_machine_that_are_no_ranks_are_refused_with_why(mes
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Failures that no actor has handled, which would stop the test's own cell."""
     heard: list[str] = []
-    monkeypatch.setattr(local_registry(), "on_unhandled_failure", lambda failure, name: heard.append(str(failure)))
+    monkeypatch.setattr(local_registry(), "on_unhandled_failure", lambda failure: heard.append(str(failure)))
     return heard
 
 

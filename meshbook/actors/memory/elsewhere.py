@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from meshbook.actors.mesh import ActorMesh
+from meshbook.actors.mesh import ActorMesh, process_mesh
 from meshbook.actors.runtime.faults import ActorError, SupervisionError
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.refs import ActorRef
 from meshbook.errors import MeshTimeout, TransferError
 from meshbook.wire.messages import NodeAddress
 
@@ -18,12 +17,6 @@ _MAX_OPEN_PARTS = 4
 
 # Starts the copy of a part: takes the process, an offset and a number of bytes.
 StartPart = Callable[["ActorMesh[Any]", int, int], Future[Any]]
-
-
-def process_at(owner: NodeAddress) -> ActorMesh[Any]:
-    """Return a process as if it was an actor, for functions that its threads run."""
-    ref = ActorRef.of_processes(f"process {owner.pid}", (owner,))
-    return ActorMesh(ref, ref.axes)
 
 
 def copy_in_parts(
@@ -38,7 +31,7 @@ def copy_in_parts(
     Raises:
         TransferError: the owner cannot read or write it, has ended, or does not answer.
     """
-    process = process_at(owner)
+    process = process_mesh(f"process {owner.pid}", (owner,))
     parts: deque[tuple[int, Future[Any]]] = deque()
 
     def finish_first() -> None:

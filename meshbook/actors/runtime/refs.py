@@ -53,11 +53,6 @@ class ActorRef:
         self.mesh_ranks: tuple[int, ...] = ()  # ranks in the mesh of `references`
         self._peers: list[Any] = [None] * len(addresses)
 
-    @classmethod
-    def of_processes(cls, name: str, addresses: tuple[NodeAddress, ...]) -> ActorRef:
-        """Return a reference for messages to the processes themselves, as if each was an actor without endpoints."""
-        return cls("", name, "", {}, frozenset(), addresses, None)
-
     @property
     def axes(self) -> MeshAxes:
         """The axes of all its actors, as they were spawned."""

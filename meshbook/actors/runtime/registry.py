@@ -45,7 +45,7 @@ class ActorRegistry:
         # meshes of processes that were started here and live until they are stopped
         self.started_here: dict[str, Any] = {}
         # called for failures that no actor has handled
-        self.on_unhandled_failure: Callable[[faults.MeshFailure, str], None] = _print_failure
+        self.on_unhandled_failure: Callable[[faults.MeshFailure], None] = _print_failure
         self._process_threads = ThreadPoolExecutor(2, thread_name_prefix="meshbook-process")
         # id -> (name, reason), for replies to late callers
         self._ended_actors: BoundedDict[str, tuple[str, str]] = BoundedDict()
@@ -229,7 +229,7 @@ class ActorRegistry:
         if runner is not None:
             runner.notify_failure(failure)
         elif not owner:
-            self.on_unhandled_failure(failure, failure.mesh_name)
+            self.on_unhandled_failure(failure)
 
     def _peer_lost(self, peer: Any, reason: str) -> None:
         if peer.address is None:
@@ -287,10 +287,10 @@ class OwnedMesh:
         self.stopped = False  # it is stopped on purpose
 
 
-def _print_failure(failure: faults.MeshFailure, name: str) -> None:
+def _print_failure(failure: faults.MeshFailure) -> None:
     import sys
 
-    print(f"unhandled failure of {name!r}: {failure.report()}", file=sys.stderr)
+    print(f"unhandled failure of {failure.mesh_name!r}: {failure.report()}", file=sys.stderr)
 
 
 _registries: dict[str, ActorRegistry] = {}
