@@ -1,6 +1,7 @@
-"""A host's own processes: the keeper that whoever started the host sees, its agent, and the agent's standby.
+"""The processes of ranks and of hosts.
 
-All run the same command, and each is the parent of the next.
+A host has three: the keeper, which whoever started the host sees, its agent, and the agent's standby. All run the same
+command, and each is the parent of the next.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from collections.abc import Iterable
 
 import psutil
 
+from meshbook.controller.mesh import Mesh
 from meshbook.wire.processes import forks_of
 from tests.budget import when
+
+
+def pid_of(mesh: Mesh, rank: int) -> int:
+    pid = mesh.status().ranks[rank].pid
+    assert pid is not None
+    return pid
 
 
 def _host_command(pid: int) -> list[str]:

@@ -26,7 +26,7 @@ from meshbook.actors.shape import Point
 from meshbook.actors.values import Accumulator
 from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.example_actors import CleanupActor, Counter, Gate, SpawningActor, open_gate
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -75,12 +75,7 @@ def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counter
     del answer, found, named
     counters.add.call(0).get(WAIT_S)  # what has been let go of is told before the next message
     pool = local_transport().payloads.pool
-    given_back = threading.Event()
-    for _ in range(200):
-        if not pool.used_bytes:
-            break
-        given_back.wait(0.02)
-    assert pool.used_bytes == 0
+    when(lambda: pool.used_bytes == 0)
 
 
 def test_an_exception_comes_back_with_its_traceback_and_ranks_and_the_actor_lives(
@@ -287,10 +282,9 @@ def test_an_answer_that_nobody_asks_for_is_let_go_of(procs: ProcMesh) -> None:
     dropped = founder.big.call_one(1 << 20)
     assert founder.held.call_one().get(WAIT_S) > 1 << 20  # it has come, for answers keep their order
     del dropped
-    tick = threading.Event()
-    for _ in range(200):
+
+    def is_let_go() -> bool:
         gc.collect()
-        if not founder.held.call_one().get(WAIT_S):
-            break
-        tick.wait(0.02)
-    assert founder.held.call_one().get(WAIT_S) == 0
+        return founder.held.call_one().get(WAIT_S) == 0  # type: ignore[no-any-return]
+
+    when(is_let_go)

@@ -21,7 +21,7 @@ from meshbook.actors.state import ActorState
 from meshbook.controller.background_output import background_output_of
 from meshbook.errors import TransferError
 from tests.actors.example_actors import Counter, open_gate, send_sigint_when
-from tests.budget import WAIT_S
+from tests.budget import WAIT_S, when
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -48,14 +48,12 @@ def test_actors_answer_while_a_cell_runs_and_share_the_rank_with_it(mesh: Any, c
 def _open_gate(actor: Any) -> None:
     import gc
 
-    tick = threading.Event()
-    for _ in range(500):
-        for thing in gc.get_objects():
-            if isinstance(thing, dict) and isinstance(thing.get("gate"), threading.Event) and "rank" in thing:
-                thing["gate"].set()
-                return
-        tick.wait(0.02)
-    raise AssertionError("the cell has made no gate")
+    def gates() -> list[threading.Event]:
+        namespaces = [thing for thing in gc.get_objects() if isinstance(thing, dict) and "rank" in thing]
+        return [one["gate"] for one in namespaces if isinstance(one.get("gate"), threading.Event)]
+
+    when(gates, "the cell's gate")
+    gates()[0].set()
 
 
 def test_a_handle_among_the_arguments_arrives_as_the_ranks_own_object(mesh: Any, counters: Any) -> None:
@@ -155,14 +153,10 @@ def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
         said.append(capsys.readouterr().out)
         return "".join(said)
 
-    tick = threading.Event()
     for number in range(10):  # equal lines are one if they come within a moment, for which a rank may be too busy
         counters.say.call(f"all of us {number}").get(WAIT_S)
         counters.slice(dp=1).say.call(f"me alone {number}").get(WAIT_S)
-        for _ in range(2000):
-            if f"[1] me alone {number}" in look() and look().count(f"all of us {number}") in (1, 2):
-                break
-            tick.wait(0.02)
+        when(lambda n=number: f"[1] me alone {n}" in look() and look().count(f"all of us {n}") in (1, 2))
         if f"all of us {number}" in look().splitlines():
             break
     assert f"all of us {number}" in look().splitlines()
@@ -192,18 +186,14 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     busy = counters.slice(dp=0).hold.call()
     counters.slice(dp=0).note.broadcast("waits")
     counters.slice(dp=1).add.call(0).get(WAIT_S)
-    tick = threading.Event()
-    for _ in range(500):  # one has to take its message up first; the other forgets its own after the reply is sent
-        rows = {row["rank"]: row for row in meshes.list_actors(mesh, timeout=WAIT_S) if row["actor"] == "counters"}
-        if (rows[0]["running"], rows[0]["mailbox"], rows[1]["running"]) == ("hold", 1, None):
-            break
-        tick.wait(0.02)
-    assert rows[0]["running"] == "hold"
-    assert rows[0]["mailbox"] == 1
-    assert rows[0]["class"] == "Counter"
-    assert rows[1]["running"] is None
-    assert rows[1]["state"] == "living"
-    assert rows[1]["messages"] > 0
+
+    def rows() -> list[dict[str, Any]]:
+        return [row for row in meshes.list_actors(mesh, timeout=WAIT_S) if row["actor"] == "counters"]
+
+    # one has to take its message up first; the other forgets its own after the reply is sent
+    when(lambda: [row["running"] for row in rows()] == ["hold", None] and rows()[0]["mailbox"] == 1)
+    assert {(row["class"], row["state"]) for row in rows()} == {("Counter", "living")}
+    assert rows()[1]["messages"] > 0
     counters.slice(dp=0)._apply_concurrently(open_gate).get(WAIT_S)
     busy.get(WAIT_S)
 
@@ -257,13 +247,8 @@ class AsyncRing(Actor):
 
 
 def _find_circle(mesh: Any) -> Any:
-    tick = threading.Event()
-    for _ in range(800):
-        found = mesh.why()
-        if found.findings[0].kind == "actor-deadlock":
-            return found
-        tick.wait(0.05)
-    raise AssertionError(found.text)
+    when(lambda: mesh.why().findings[0].kind == "actor-deadlock")
+    return mesh.why()
 
 
 @pytest.mark.parametrize("length", [2, 3])

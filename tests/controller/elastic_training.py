@@ -16,6 +16,7 @@ from typing import Any
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import RankLost
 from tests.budget import WAIT_S, when
+from tests.host_processes import pid_of
 
 DATA = """
 import os
@@ -94,8 +95,7 @@ def _run_and_kill(mesh: Mesh, sign: str, moments: random.Random) -> None:
     when(lambda: all(sign in mesh.logs(rank) for rank in mesh.ranks))
     threading.Event().wait(moments.uniform(0.0, 0.4))  # nothing is waited for: this is the random moment
     victim = moments.choice(list(mesh.ranks))
-    pid = mesh.status().ranks[victim].pid
-    assert pid is not None
+    pid = pid_of(mesh, victim)
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(RankLost):  # else the cell had ended before
         future.result(WAIT_S)

@@ -20,6 +20,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
 from tests.budget import WAIT_S, when, when_printed
+from tests.controller.test_heal import kill
 from tests.gate import Gate
 from tests.soak.checkpoint_kills import kill_during_a_save
 
@@ -615,8 +616,7 @@ def test_a_save_that_the_mesh_did_not_survive_says_so(tmp_path: Path, gate: Gate
 
 def test_a_mesh_that_has_lost_a_rank_saves_nothing(pair: Mesh, tmp_path: Path) -> None:
     pair.run("x = 1")
-    pair.kill(1)
-    when(lambda: pair.session.lost == (1,))
+    kill(pair, 1)
     with pytest.raises(RankLost, match="rank 1"):
         pair.checkpoint(tmp_path / "run", "x")
 

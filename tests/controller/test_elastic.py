@@ -17,6 +17,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, RankLost
 from tests.budget import WAIT_S, when
 from tests.controller.elastic_training import CELL, MODELS, OPTIMIZER, curve, set_up, train_with_kills
+from tests.controller.test_heal import kill
 
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("starts_meshes")]
 
@@ -339,8 +340,7 @@ def test_ranks_that_do_unequal_numbers_of_steps_are_an_error(mesh: Mesh, every: 
 def test_a_setup_cell_with_an_elastic_loop_does_not_train_on_a_new_rank_alone() -> None:
     with create_mesh(2) as mesh:
         mesh.run("total = 0\nfor i in mesh.elastic(range(3), state='total'): total += i", setup=True)
-        mesh.kill(1)
-        when(lambda: mesh.session.lost == (1,))
+        kill(mesh, 1)
         assert "an elastic loop in a setup cell is not run again" in str(mesh.heal().failed)
         assert mesh.run("total").values.same() == 3
 
@@ -398,8 +398,7 @@ same = mesh == other and hash(mesh) == hash(other) and "elastic" not in vars(mes
 same = same and mesh.elastic is meshbook.elastic
 """)
     assert mesh.run("same").values.same() is True
-    mesh.kill(1)
-    when(lambda: mesh.session.lost == (1,))
+    kill(mesh, 1)
     mesh.heal()
     mesh.run("count = 0\nfor i in mesh.elastic(range(3), state='count'): count += i")
     assert mesh.run("count").values.same() == 3

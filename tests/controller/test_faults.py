@@ -16,17 +16,13 @@ from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, S
 from meshbook.wire import keys, messages
 from meshbook.wire.process_control import kill_supervisor
 from tests.budget import WAIT_S, when
+from tests.controller.test_heal import kill
 from tests.gate import Gate
+from tests.host_processes import pid_of
 from tests.kernel.frontend import has_exited
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
-
-
-def pid_of(mesh: Mesh, rank: int) -> int:
-    pid = mesh.status().ranks[rank].pid
-    assert pid is not None
-    return pid
 
 
 def begun(mesh: Mesh, source: str) -> object:
@@ -49,16 +45,14 @@ def test_a_killed_rank_ends_the_cell_and_is_named(trio: Mesh) -> None:
 
 
 def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(trio: Mesh) -> None:
-    trio.kill(1)
-    when(lambda: trio.session.lost == (1,))
+    kill(trio, 1)
     with pytest.raises(RankLost, match="nothing was run"):
         trio.run("ran = True", ranks=[0, 1])
     assert "ran" not in trio.status().names
 
 
 def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(trio: Mesh) -> None:
-    trio.kill(2)
-    when(lambda: trio.session.lost == (2,))
+    kill(trio, 2)
     with pytest.raises(CellError, match=r"rank 2|peer|Connection"):
         trio.run("dist.all_reduce(torch.ones(1))", timeout=WAIT_S)
 

@@ -21,6 +21,7 @@ from meshbook.controller.tables import status_table
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost
 from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
+from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -31,9 +32,7 @@ HELD_UP_S = 60.0  # how long ranks wait for each other to connect
 def kill(mesh: Mesh, *ranks: int) -> None:
     """Kill ranks, and wait until their death is known here."""
     for rank in ranks:
-        pid = mesh.status().ranks[rank].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid_of(mesh, rank), signal.SIGKILL)
     when(lambda: set(ranks) <= set(mesh.session.lost))
 
 

@@ -25,6 +25,7 @@ from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from tests.budget import WAIT_S, when
+from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -120,8 +121,7 @@ def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh)
 def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(trio: Mesh) -> None:
     future = trio.run(HANG, wait=False, echo=False)
     when(lambda: "line 4" in trio.why().text)
-    pid = trio.status().ranks[2].pid
-    assert pid is not None
+    pid = pid_of(trio, 2)
     answers: list[Any] = []
     asking = [threading.Thread(target=lambda: answers.append(trio.stacks())) for _ in range(8)]
     for number, thread in enumerate(asking):

@@ -22,7 +22,7 @@ from meshbook.wire.processes import forks_of
 from tests.budget import WAIT_S, when
 from tests.controller.test_heal import kill
 from tests.gate import Gate
-from tests.host_processes import keeper_of
+from tests.host_processes import keeper_of, pid_of
 from tests.leaks import MARKER
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -138,8 +138,7 @@ def test_only_the_newest_hits_are_returned_and_the_others_counted(mesh: Mesh) ->
 
 
 def test_a_search_is_answered_while_a_cell_runs_and_a_rank_is_stopped(mesh: Mesh, gate: Gate) -> None:
-    pid = mesh.status().ranks[3].pid
-    assert pid is not None
+    pid = pid_of(mesh, 3)
     running = mesh.run(f"print('six: begun', flush=True)\n{gate.wait}", wait=False, echo=False)
     when(lambda: [hit.ranks for hit in mesh.logs(grep="six: begun")] == [(0, 1, 2, 3)])
     os.kill(pid, signal.SIGSTOP)

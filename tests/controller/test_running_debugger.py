@@ -19,6 +19,7 @@ from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, U
 from meshbook.rank.service import HEARTBEAT_S
 from tests.budget import WAIT_S, when
 from tests.gate import Gate
+from tests.host_processes import pid_of
 from tests.standstill import stopped
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -249,8 +250,7 @@ def test_quitting_ends_the_cell_also_on_a_rank_that_stops_meanwhile(
 ) -> None:
     monkeypatch.setattr(debugging, "_STOPS_S", 0.2)
     future = begin(mesh, LOOP, at="sleep(0.01)")
-    pid = mesh.status().ranks[1].pid
-    assert pid is not None
+    pid = pid_of(mesh, 1)
 
     def go_on_and_quit(debugger: RunningDebugger) -> str:
         os.kill(pid, signal.SIGCONT)
@@ -331,8 +331,7 @@ def test_a_rank_that_is_killed_meanwhile_is_named_and_the_cell_ends() -> None:
     with meshbook.create_mesh(2) as mesh:
         mesh.run("kept = 41 + rank")
         future = begin(mesh, LOOP, at="sleep(0.01)")
-        pid = mesh.status().ranks[1].pid
-        assert pid is not None
+        pid = pid_of(mesh, 1)
         notes: list[str] = []
 
         def kill(_debugger: RunningDebugger) -> str:

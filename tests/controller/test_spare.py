@@ -19,6 +19,7 @@ from meshbook.wire.messages import SpareInfo
 from tests.budget import when
 from tests.controller.test_heal import kill, values
 from tests.controller.test_process_deaths import kill_and_wait
+from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -67,10 +68,6 @@ def warm(mesh: Mesh, folder: Path, num: int = 1) -> list[int]:
 
 def is_warm(info: SpareInfo, folder: Path) -> bool:
     return info.state == "ready" and (folder / f"imported-{info.pid}").exists()
-
-
-def pid_of(mesh: Mesh, rank: int) -> int | None:
-    return mesh.status().ranks[rank].pid
 
 
 def heal_in_time(mesh: Mesh, folder: Path) -> Any:
