@@ -25,8 +25,6 @@ from tests.wire.other_process import OtherProcess
 
 pytestmark = pytest.mark.usefixtures("starts_processes")
 
-TIMEOUT_S = WAIT_S
-
 OWNER = """
 import torch
 from meshbook.actors.memory import sharing
@@ -53,7 +51,7 @@ def owner(shared_owner: OtherProcess) -> Iterator[OtherProcess]:
 
 def read(buffer: Buffer, **kwargs: Any) -> torch.Tensor:
     dst = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    buffer.read_into(dst, **kwargs).get(TIMEOUT_S)
+    buffer.read_into(dst, **kwargs).get(WAIT_S)
     return dst
 
 
@@ -74,10 +72,10 @@ def test_what_is_written_from_afar_is_in_the_owners_tensor_and_in_all_that_share
         "model = torch.nn.Linear(3, 2); flat = model.weight.view(-1); buffer = Buffer(model.weight.detach()[1]); buffer"
     )
     before = owner.evaluate("model.weight.tolist()")
-    buffer.write_from(torch.tensor([1.0, 2.0, 3.0])).get(TIMEOUT_S)
+    buffer.write_from(torch.tensor([1.0, 2.0, 3.0])).get(WAIT_S)
     assert owner.evaluate("model.weight.tolist()") == [before[0], [1, 2, 3]]
     assert owner.evaluate("flat.tolist()[3:]") == [1, 2, 3]
-    buffer.write_from(torch.tensor([7.0]), offset=8).get(TIMEOUT_S)
+    buffer.write_from(torch.tensor([7.0]), offset=8).get(WAIT_S)
     assert owner.evaluate("model(torch.ones(3)).sum().backward(); model.weight[1].tolist()") == [1, 2, 7]
 
 
@@ -87,7 +85,7 @@ def test_bytes_arrive_as_they_are_whatever_they_mean(owner: OtherProcess, dtype:
         f"t = torch.arange(64, dtype=torch.uint8).view({dtype}).clone(); buffer = Buffer(t); buffer"
     )
     raw = torch.zeros(64, dtype=torch.uint8)
-    buffer.read_into(raw).get(TIMEOUT_S)
+    buffer.read_into(raw).get(WAIT_S)
     assert raw.tolist() == list(range(64))
     assert torch.equal(read(buffer).view(torch.uint8), raw)
 
@@ -95,15 +93,15 @@ def test_bytes_arrive_as_they_are_whatever_they_mean(owner: OtherProcess, dtype:
 def test_anything_with_the_buffer_protocol_can_be_read_into_and_written_from(owner: OtherProcess) -> None:
     buffer = owner.evaluate("t = torch.arange(4.); buffer = Buffer(t); buffer")
     array, raw = np.zeros(4, np.float32), bytearray(16)
-    buffer.read_into(array).get(TIMEOUT_S)
-    buffer.read_into(memoryview(raw)).get(TIMEOUT_S)
+    buffer.read_into(array).get(WAIT_S)
+    buffer.read_into(memoryview(raw)).get(WAIT_S)
     assert array.tolist() == [0, 1, 2, 3]
     assert np.frombuffer(raw, np.float32).tolist() == [0, 1, 2, 3]
-    buffer.write_from(np.float32([5, 6]).tobytes(), offset=4).get(TIMEOUT_S)
+    buffer.write_from(np.float32([5, 6]).tobytes(), offset=4).get(WAIT_S)
     assert owner.evaluate("t.tolist()") == [0, 5, 6, 3]
-    buffer.read_into(piece := np.zeros(2, np.float32), offset=8).get(TIMEOUT_S)
+    buffer.read_into(piece := np.zeros(2, np.float32), offset=8).get(WAIT_S)
     assert piece.tolist() == [6, 3]
-    buffer.read_into(longer := np.zeros(6, np.float32)).get(TIMEOUT_S)
+    buffer.read_into(longer := np.zeros(6, np.float32)).get(WAIT_S)
     assert longer.tolist() == [0, 5, 6, 3, 0, 0]
 
 
@@ -113,7 +111,7 @@ def test_a_large_copy_leaves_the_event_loop_free(owner: OtherProcess, monkeypatc
     copy_now = Buffer._copy
 
     def copy_later(*args: Any, **kwargs: Any) -> None:
-        assert loop_turned.wait(TIMEOUT_S)
+        assert loop_turned.wait(WAIT_S)
         copy_now(*args, **kwargs)
 
     monkeypatch.setattr(Buffer, "_copy", copy_later)
@@ -157,9 +155,9 @@ def test_a_cuda_tensor_is_read_and_written_from_another_process() -> None:
         assert buffer.backend == "cuda ipc"
         assert read(buffer).tolist() == [2, 3, 4, 5, 6, 7]
         on_gpu = torch.zeros(6, device="cuda")
-        buffer.read_into(on_gpu).get(TIMEOUT_S)
+        buffer.read_into(on_gpu).get(WAIT_S)
         assert on_gpu.tolist() == [2, 3, 4, 5, 6, 7]
-        buffer.write_from(10 * on_gpu[:2], offset=4).get(TIMEOUT_S)
+        buffer.write_from(10 * on_gpu[:2], offset=4).get(WAIT_S)
         assert owner.evaluate("t.tolist()") == [2, 20, 30, 5, 6, 7]
         del on_gpu
         owner.evaluate("buffer.drop().get()")
@@ -181,12 +179,12 @@ def test_a_dropped_buffer_is_refused_whoever_dropped_it_and_the_tensor_is_the_ow
     if by == "owner":
         owner.evaluate("buffer.drop().get()")
     else:
-        buffer.drop().get(TIMEOUT_S)
+        buffer.drop().get(WAIT_S)
     with pytest.raises(TransferError, match=re.escape(f"was dropped, by its owner (process {owner.pid}) or by")):
         read(buffer)
     with pytest.raises(TransferError, match="was dropped"):
-        buffer.write_from(torch.zeros(3)).get(TIMEOUT_S)
-    buffer.drop().get(TIMEOUT_S)  # twice is the same as once
+        buffer.write_from(torch.zeros(3)).get(WAIT_S)
+    buffer.drop().get(WAIT_S)  # twice is the same as once
     assert owner.evaluate("t.tolist()") == [0, 1, 2]
     assert owner.evaluate("len(sharing.published)") == 0
 
@@ -216,7 +214,7 @@ def test_a_dead_owner_is_named_and_nothing_of_it_is_taken_for_its_state() -> Non
         for buffer in (known, unknown):
             with pytest.raises(TransferError, match=f"process {owner.pid}, whose memory .* has ended"):
                 read(buffer)
-        known.drop().get(TIMEOUT_S)
+        known.drop().get(WAIT_S)
 
 
 def test_a_forked_child_offers_nothing_of_its_parents(owner: OtherProcess) -> None:
@@ -308,12 +306,12 @@ def test_several_copies_are_one_action(owner: OtherProcess) -> None:
     a, b = owner.evaluate("t = torch.arange(4.); other = torch.zeros(1 << 20); (Buffer(t), Buffer(other))")
     dst = torch.zeros(4)
     action = rdma.RDMAAction().read_remote(dst, a).write_remote(b, torch.ones(1 << 20))
-    action.submit().get(TIMEOUT_S)
+    action.submit().get(WAIT_S)
     assert dst.tolist() == [0, 1, 2, 3]
     assert owner.evaluate("float(other.sum())") == 1 << 20
     b.drop()
     with pytest.raises(TransferError, match="was dropped"):
-        action.submit().get(TIMEOUT_S)
+        action.submit().get(WAIT_S)
     a.drop()
 
 
@@ -322,7 +320,7 @@ def test_a_process_that_offers_a_thousand_buffers_makes_and_reads_them_in_no_tim
     many = owner.evaluate("t = torch.arange(300.); many = [Buffer(t[i:i + 1]) for i in range(300)]; many")
     assert [int(read(buffer)) for buffer in many] == list(range(300))
     owner.evaluate("[buffer.drop() for buffer in many]; many.clear(); None")
-    assert time.monotonic() - started < TIMEOUT_S
+    assert time.monotonic() - started < WAIT_S
 
 
 class Thing:
@@ -382,7 +380,7 @@ def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_
 
 def test_buffers_of_one_tensor_are_dropped_apart_from_each_other(owner: OtherProcess) -> None:
     first, second = owner.evaluate("t = torch.arange(3.); many = [Buffer(t), Buffer(t)]; many")
-    first.drop().get(TIMEOUT_S)
+    first.drop().get(WAIT_S)
     assert read(second).tolist() == [0, 1, 2]
     assert read(owner.evaluate("many.append(Buffer(t)); many[-1]")).tolist() == [0, 1, 2]
     owner.evaluate("[buffer.drop() for buffer in many]; many.clear(); None")

@@ -21,8 +21,6 @@ from tests.budget import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
-TIMEOUT_S = WAIT_S
-
 
 class Trainer(Actor):
     def __init__(self, lr: float) -> None:
@@ -39,25 +37,25 @@ class Trainer(Actor):
     @endpoint
     def wait(self) -> None:
         self.waits.set()
-        self.go_on.wait(TIMEOUT_S)
+        self.go_on.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")
 def procs(run: object) -> Iterator[ProcMesh]:
     procs = this_host().spawn_procs({"gpus": 2})
     yield procs
-    actor.shutdown_context().get(TIMEOUT_S)
+    actor.shutdown_context().get(WAIT_S)
 
 
 @pytest.fixture
 def trainers(procs: ProcMesh) -> Iterator[ActorMesh[Any]]:
     trainers = procs.spawn("trainers", Trainer, 0.1)
     yield trainers
-    trainers.stop().get(TIMEOUT_S)
+    trainers.stop().get(WAIT_S)
 
 
 def test_attributes_read_as_if_local_and_folded_over_ranks(trainers: ActorMesh[Any]) -> None:
-    trainers.learn.call().get(TIMEOUT_S)
+    trainers.learn.call().get(WAIT_S)
     assert repr(trainers.state.step) == "1"
     assert repr(trainers.state.place) == "[0] 0\n[1] 1"
     assert trainers.state.step == 1
@@ -95,8 +93,8 @@ def test_arithmetic_takes_what_all_actors_agree_on(trainers: ActorMesh[Any]) -> 
 def test_reading_never_waits_behind_a_long_endpoint(trainers: ActorMesh[Any]) -> None:
     waiting = trainers.wait.call()
     assert trainers.state.step == 0
-    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
-    waiting.get(TIMEOUT_S)
+    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(WAIT_S)
+    waiting.get(WAIT_S)
 
 
 def test_what_is_not_there_and_what_differs_is_said(trainers: ActorMesh[Any]) -> None:
@@ -123,13 +121,13 @@ def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(
     waiting = trainers.slice(gpus=1).wait.call_one()
     behind = [trainers.slice(gpus=1).learn.call_one() for _ in range(3)]
     with pytest.raises(ActorError):
-        trainers.slice(gpus=0)._apply(_fail).get(TIMEOUT_S)
-    trainers.slice(gpus=1)._apply_concurrently(_until_it_waits).get(TIMEOUT_S)
-    monkeypatch.setattr(listing, "list_actors", lambda procs, **_: list_actors(procs, timeout=TIMEOUT_S))
+        trainers.slice(gpus=0)._apply(_fail).get(WAIT_S)
+    trainers.slice(gpus=1)._apply_concurrently(_until_it_waits).get(WAIT_S)
+    monkeypatch.setattr(listing, "list_actors", lambda procs, **_: list_actors(procs, timeout=WAIT_S))
     shown = str(listing.all_actors())
-    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
-    waiting.get(TIMEOUT_S)
-    assert [future.get(TIMEOUT_S) for future in behind] == [1, 2, 3]
+    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(WAIT_S)
+    waiting.get(WAIT_S)
+    assert [future.get(WAIT_S) for future in behind] == [1, 2, 3]
     first, second = (line for line in shown.splitlines() if line.startswith("trainers"))
     assert "ValueError: on purpose" in first
     assert "wait for " in second
@@ -137,7 +135,7 @@ def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(
 
 
 def _until_it_waits(trainer: Any) -> None:
-    assert trainer.waits.wait(TIMEOUT_S)
+    assert trainer.waits.wait(WAIT_S)
 
 
 def _fail(trainer: Any, *_: Any) -> None:
@@ -169,7 +167,7 @@ def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers:
     assert repr(shown) == "[0] 40\n[1] 42"
     assert cells.run_in_actors(found, "triple = lambda: double + self.place") is None
     assert repr(cells.run_in_actors(found, "triple()")) == "[0] 0\n[1] 3"
-    assert list(trainers.learn.call().get(TIMEOUT_S).values()) == [41, 43]
+    assert list(trainers.learn.call().get(WAIT_S).values()) == [41, 43]
     with pytest.raises(ActorError, match=r"(?s)<cell \d+ in trainers>.*ZeroDivisionError"):
         cells.run_in_actors(found, "x = 1\nx / self.place")
     with pytest.raises(SyntaxError):
@@ -187,7 +185,7 @@ def test_a_cell_in_an_actor_with_an_event_loop_may_await(procs: ProcMesh) -> Non
     waiters = procs.spawn("waiters", Waiter)
     shown = cells.run_in_actors(waiters, "import asyncio\nawait asyncio.sleep(0)\nawait self.one() + 1")
     assert repr(shown) == "2"
-    waiters.stop().get(TIMEOUT_S)
+    waiters.stop().get(WAIT_S)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,12 +237,12 @@ def cell(source: str, names: dict[str, Any]) -> None:
 def test_running_the_cell_again_gives_live_actors_the_new_methods_and_says_so(
     procs: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redefine, "_WAIT_S", TIMEOUT_S)
+    monkeypatch.setattr(redefine, "_WAIT_S", WAIT_S)
     names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint}
     cell(FIRST, names)
     counters = procs.spawn("counters", names["Counter"])
     bystanders = procs.spawn("bystanders", Trainer, 0.1)
-    assert list(counters.add.call(2).get(TIMEOUT_S).values()) == [2, 2]
+    assert list(counters.add.call(2).get(WAIT_S).values()) == [2, 2]
     assert redefine.redefine_from(names) == []
     cell(SECOND, names)
     (said,) = redefine.redefine_from(names)
@@ -252,13 +250,13 @@ def test_running_the_cell_again_gives_live_actors_the_new_methods_and_says_so(
         "counters runs the new Counter (changed: add; new: fresh; gone: old); "
         "its __init__ is for actors spawned from now on"
     )
-    assert list(counters.add.call(2, times=4).get(TIMEOUT_S).values()) == [10, 10]  # the count is what it was
-    assert list(counters.fresh.call().get(TIMEOUT_S).values()) == [10, 10]
+    assert list(counters.add.call(2, times=4).get(WAIT_S).values()) == [10, 10]  # the count is what it was
+    assert list(counters.fresh.call().get(WAIT_S).values()) == [10, 10]
     with pytest.raises(AttributeError, match="has no endpoint 'old'"):
         counters.old.call()
     assert redefine.redefine_from(names) == []
-    bystanders.stop().get(TIMEOUT_S)
-    counters.stop().get(TIMEOUT_S)
+    bystanders.stop().get(WAIT_S)
+    counters.stop().get(WAIT_S)
 
 
 def test_messages_sent_before_run_the_old_methods_and_later_ones_the_new(
@@ -268,17 +266,17 @@ def test_messages_sent_before_run_the_old_methods_and_later_ones_the_new(
     names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint}
     cell("import threading\n" + FIRST + "    @endpoint\n    def block(self):\n        self.go_on.wait(30)\n", names)
     counters = procs.slice(gpus=0).spawn("busy", names["Counter"])
-    counters._apply(_give_event).get(TIMEOUT_S)
+    counters._apply(_give_event).get(WAIT_S)
     blocked, before = counters.block.call_one(), counters.add.call_one(1)
     cell(SECOND, names)
     (said,) = actor.redefine(names["Counter"])
     assert said.is_pending
     assert "after what it is running" in str(said)
     after = counters.add.call_one(1, times=5)
-    counters._apply_concurrently(lambda counter: counter.go_on.set()).get(TIMEOUT_S)
-    blocked.get(TIMEOUT_S)
-    assert (before.get(TIMEOUT_S), after.get(TIMEOUT_S)) == (1, 6)
-    counters.stop().get(TIMEOUT_S)
+    counters._apply_concurrently(lambda counter: counter.go_on.set()).get(WAIT_S)
+    blocked.get(WAIT_S)
+    assert (before.get(WAIT_S), after.get(WAIT_S)) == (1, 6)
+    counters.stop().get(WAIT_S)
 
 
 def _give_event(counter: Any) -> None:
@@ -293,8 +291,8 @@ def test_a_class_that_needs_another_thread_is_refused_with_the_reason(procs: Pro
     (said,) = redefine.redefine_from(names)
     assert str(said).startswith("plain keeps the old Counter: its endpoints were plain def")
     assert redefine.redefine_from(names) == []
-    assert counters.add.call_one(3).get(TIMEOUT_S) == 3
-    counters.stop().get(TIMEOUT_S)
+    assert counters.add.call_one(3).get(WAIT_S) == 3
+    counters.stop().get(WAIT_S)
 
 
 def test_what_cannot_be_pulled_is_named_as_it_was_written(trainers: ActorMesh[Any]) -> None:

@@ -21,9 +21,6 @@ from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
-# Seconds that show that something ends at all.
-DEADLINE_S = WAIT_S
-
 SETUP = """
 import time, copy
 from torch.distributed.fsdp import fully_shard
@@ -101,16 +98,16 @@ def mesh(shared: Mesh) -> Iterator[Mesh]:
 
 def works(mesh: Mesh) -> None:
     """The next cell's numbers are right, and models that were in the middle of a step train."""
-    got = mesh.run("sums()", echo=False, timeout=DEADLINE_S).values
+    got = mesh.run("sums()", echo=False, timeout=WAIT_S).values
     assert dict(got) == {rank: [6.0, 306.0, 606.0, 5.0, 10.0 + (rank - 1) % 3] for rank in range(3)}
-    same = mesh.run("train_the_same()", echo=False, timeout=DEADLINE_S).values
+    same = mesh.run("train_the_same()", echo=False, timeout=WAIT_S).values
     assert set(same.values()) == {True}
     assert mesh.status().groups == "ready"
 
 
 def failure_of(mesh: Mesh, source: str, **options: Any) -> Any:
     with pytest.raises((CellError, RankLost)) as caught:
-        mesh.run(source, echo=False, timeout=DEADLINE_S, **options)
+        mesh.run(source, echo=False, timeout=WAIT_S, **options)
     return caught.value
 
 
@@ -130,7 +127,7 @@ def test_the_cell_after_one_that_did_not_end_well_computes_right_numbers(mesh: M
         future = mesh.run(source, wait=False, echo=False)
         when(lambda: mesh.logs(1).count("here") > before)
         future.interrupt()
-        assert isinstance(future.exception(DEADLINE_S), CellInterrupted)
+        assert isinstance(future.exception(WAIT_S), CellInterrupted)
     else:
         error = failure_of(mesh, f"{UNDER_WAY[under_way]}\nraise ValueError('bad batch')")
         assert error.failures[0].ename == "ValueError"
@@ -171,12 +168,12 @@ def test_a_model_whose_step_all_ranks_leave_at_one_place_starts_the_next_one_afr
         future = mesh.run(leave + LEFT[left], wait=False, echo=False)
         when(lambda: all(mesh.logs(rank).count("in the step") > before[rank] for rank in range(3)))
         future.interrupt()
-        assert isinstance(future.exception(DEADLINE_S), CellInterrupted)
+        assert isinstance(future.exception(WAIT_S), CellInterrupted)
     else:
         error = failure_of(mesh, "def leave(*_): raise ValueError('in the step')\n" + LEFT[left])
         assert error.failures[0].ename == "ValueError"
     # What had been gathered is of other weights than the model has now.
-    assert set(mesh.run(AFTER_LEAVING, echo=False, timeout=DEADLINE_S).values.values()) == {True}
+    assert set(mesh.run(AFTER_LEAVING, echo=False, timeout=WAIT_S).values.values()) == {True}
 
 
 def test_a_stop_that_torch_makes_into_a_runtime_error_is_a_stop(mesh: Mesh) -> None:
@@ -192,7 +189,7 @@ torch._jit_internal.io = types.SimpleNamespace(BytesIO=pressed)
 ddp(batch).sum().backward()
 """
     with pytest.raises(CellInterrupted):
-        mesh.run(source, echo=False, timeout=DEADLINE_S)
+        mesh.run(source, echo=False, timeout=WAIT_S)
 
 
 def test_a_stop_leaves_autograd_as_the_cell_found_it(mesh: Mesh) -> None:
@@ -222,9 +219,9 @@ _fsdp_state.FSDPState._init_fqns = pressed
 first(batch)
 """
     with pytest.raises(CellInterrupted):
-        mesh.run(source, echo=False, timeout=DEADLINE_S)
-    mesh.run("first(batch).square().mean().backward()", echo=False, timeout=DEADLINE_S)
-    same = mesh.run("torch.allclose(first(batch), net(batch))", echo=False, timeout=DEADLINE_S).values
+        mesh.run(source, echo=False, timeout=WAIT_S)
+    mesh.run("first(batch).square().mean().backward()", echo=False, timeout=WAIT_S)
+    same = mesh.run("torch.allclose(first(batch), net(batch))", echo=False, timeout=WAIT_S).values
     assert set(same.values()) == {True}
 
 
@@ -246,8 +243,8 @@ def test_cells_sent_ahead_never_compute_with_ranks_out_of_step(mesh: Mesh) -> No
     source = UNDER_WAY["an asynchronous all_reduce of one rank"] + "if rank == 1: raise ValueError('no')"
     first = mesh.run(source, wait=False, echo=False)
     second = mesh.run("ahead = sums()", wait=False, echo=False)
-    assert isinstance(first.exception(DEADLINE_S), CellError)
-    error = second.exception(DEADLINE_S)  # it may come so late that the groups are formed anew before it
+    assert isinstance(first.exception(WAIT_S), CellError)
+    error = second.exception(WAIT_S)  # it may come so late that the groups are formed anew before it
     if error is None:
         ahead = mesh.run("ahead", echo=False).values
         assert dict(ahead) == {rank: [6.0, 306.0, 606.0, 5.0, 10.0 + (rank - 1) % 3] for rank in range(3)}
@@ -296,11 +293,11 @@ dist.recv(torch.ones(1), 1)
     first = mesh.run(source, wait=False, echo=False)
     # That thread might yet send what the others wait for. It ends in a cell that begins after the error.
     second = mesh.run("if rank == 1: may_end.set(); thread.join()", wait=False, echo=False)
-    error = first.exception(DEADLINE_S)
+    error = first.exception(WAIT_S)
     assert isinstance(error, CellError)
     assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
     assert sorted(rank for one in error.released for rank in one.ranks) == [0, 2]
-    second.result(DEADLINE_S)
+    second.result(WAIT_S)
     works(mesh)
 
 
@@ -406,8 +403,8 @@ except RuntimeError as error:
     future = mesh.run(source, ranks=(0, 1), wait=False, echo=False)
     when(lambda: "begun without rank 0" in mesh.logs(1))
     mesh.interrupt(0)
-    assert isinstance(earlier.exception(DEADLINE_S), CellInterrupted)
-    error = future.exception(DEADLINE_S)
+    assert isinstance(earlier.exception(WAIT_S), CellInterrupted)
+    error = future.exception(WAIT_S)
     assert isinstance(error, CellInterrupted)
     assert error.released == (Released((1,), "barrier at line 3"),)
     cause = mesh.run("[why.cause, why.ranks]", ranks=1, echo=False).values[1]
@@ -435,5 +432,5 @@ else:
     dist.all_reduce(torch.ones(1))
 if rank == 1: go.set()
 """
-    mesh.run(source, echo=False, timeout=DEADLINE_S)
-    mesh.run("if rank == 1: thread.join()", echo=False, timeout=DEADLINE_S)
+    mesh.run(source, echo=False, timeout=WAIT_S)
+    mesh.run("if rank == 1: thread.join()", echo=False, timeout=WAIT_S)

@@ -25,7 +25,6 @@ from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
-DEADLINE_S = WAIT_S
 HELD_UP_S = 60.0  # how long ranks wait for each other to connect
 
 
@@ -280,8 +279,8 @@ def test_a_cell_that_is_sent_while_the_mesh_is_healed_runs_afterwards(trio: Mesh
     with pytest.raises(HealError, match="being healed already"):
         trio.heal()
     stuck_setup.open()
-    assert healing.result(DEADLINE_S).ranks == (1,)
-    assert dict(late.result(DEADLINE_S).values) == {0: 1, 1: 2, 2: 3}
+    assert healing.result(WAIT_S).ranks == (1,)
+    assert dict(late.result(WAIT_S).values) == {0: 1, 1: 2, 2: 3}
 
 
 # Ranks that end as one of them connects its groups: that has published its address, for which its peers wait in C++.
@@ -302,7 +301,7 @@ def test_ranks_that_are_lost_while_groups_are_formed_hold_up_nobody(trio: Mesh) 
     trio.run(END_AS_ONE_CONNECTS.format(pids=victims), ranks=[1], echo=False)
     with pytest.raises(CellError, match="ZeroDivisionError"):  # breaks the groups: they are formed again
         trio.run("if rank == 0: 1 / 0\ndist.all_reduce(torch.ones(1))", echo=False)
-    when(lambda: trio.session.lost == (1, 2), within_s=DEADLINE_S)
+    when(lambda: trio.session.lost == (1, 2))
     assert dict(trio.run("rank", wait=False, echo=False).result(HELD_UP_S / 2).values) == {0: 0}
     trio.heal()
     trio.run("dist.all_reduce(torch.ones(1))", echo=False)
@@ -319,7 +318,7 @@ def test_a_rank_that_is_lost_while_the_mesh_is_healed_ends_the_attempt_and_the_n
     kill(trio, victim)
     stuck_setup.open()
     with pytest.raises(HealError, match="%mesh heal"):
-        healing.result(DEADLINE_S)
+        healing.result(WAIT_S)
     healed = trio.heal()
     assert healed.ranks == tuple(sorted({1, victim}))
     assert values(trio, "t = torch.ones(1)\ndist.all_reduce(t)\nint(t), step") == dict.fromkeys(range(3), (3, 1))
@@ -338,7 +337,7 @@ def press_stop_when(reached: Callable[[], bool]) -> None:
 def test_a_stop_ends_the_waiting_for_a_heal_and_says_that_it_is_done(
     trio: Mesh, stuck_setup: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(healing, "AFTER_STOP_S", DEADLINE_S)  # on a machine that has other work too
+    monkeypatch.setattr(healing, "AFTER_STOP_S", WAIT_S)  # on a machine that has other work too
     trio.run("step = 1", echo=False)
     kill(trio, 1)
     press_stop_when(lambda: "again" in trio.logs(1))
@@ -362,7 +361,7 @@ def test_a_stop_ends_the_waiting_for_a_heal_that_cannot_be_ended_and_says_that_i
         trio.heal()
     waiting = trio.run("t = torch.ones(1)\ndist.all_reduce(t)\nint(t)", wait=False, echo=False)
     gate.open()
-    assert dict(waiting.result(DEADLINE_S).values) == dict.fromkeys(range(3), 3)
+    assert dict(waiting.result(WAIT_S).values) == dict.fromkeys(range(3), 3)
 
 
 @pytest.mark.thorough

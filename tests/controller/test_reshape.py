@@ -16,9 +16,9 @@ import torch
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, ResizeError
-from tests.budget import when, when_printed
+from tests.budget import WAIT_S, when, when_printed
 from tests.controller.test_heal import kill, start, values
-from tests.controller.test_resize import DEADLINE_S, _has_said
+from tests.controller.test_resize import _has_said
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -251,10 +251,10 @@ def test_a_notice_has_the_mesh_go_on_without_the_rank_and_the_loop_with_its_next
         mesh.run("import meshbook\n" + NET + MODEL + FSDP + ROWS, setup=True, echo=False)
         mesh.on_preemption(grace_s=120, resize=True)
         cell = mesh.run(ELASTIC.format(fault=UNTIL_PREEMPTED), wait=False, echo=False)
-        when(lambda: all("at work" in mesh.logs(rank) for rank in mesh.ranks), within_s=DEADLINE_S)
+        when(lambda: all("at work" in mesh.logs(rank) for rank in mesh.ranks))
         os.kill(mesh.status().ranks[2].pid or 0, signal.SIGTERM)
         with pytest.raises(CellError, match="rank 2 received SIGTERM; the loop was ended after step"):
-            cell.result(DEADLINE_S)
+            cell.result(WAIT_S)
         when_printed("goes on without rank 2, with rank=2", capsys)
         result = mesh.run(ELASTIC.format(fault=""), echo=False)
         found = re.search(r"goes on at step (\d+) \(.*; no step is computed again\); on 2 ranks", result.output)
@@ -412,7 +412,7 @@ def test_a_rank_that_is_lost_while_parts_are_given_leaves_the_mesh_as_it_was(squ
     kill(square, 3)
     gate.open()
     with pytest.raises(ResizeError, match=r"the mesh was not resized: .*; nothing has changed"):
-        resizing.result(DEADLINE_S)
+        resizing.result(WAIT_S)
     square.heal()
     assert square.axes == {"dp": 2, "tp": 2}
     trained.train()
@@ -428,7 +428,7 @@ def test_a_rank_that_is_lost_while_parts_move_leaves_a_mesh_that_heal_completes(
     kill(square, 0)
     gate.open()
     with pytest.raises(ResizeError, match=r"the mesh has 6 ranks now, but .*%mesh heal"):
-        resizing.result(DEADLINE_S)
+        resizing.result(WAIT_S)
     with pytest.raises(CellError, match="no contents: it is being cut for the mesh's new ranks"):
         square.run("model.head.weight + 1", ranks=2, echo=False)
     when(lambda: set(square.session.lost) == {0, 4, 5})
@@ -460,7 +460,7 @@ def test_a_rank_that_is_lost_while_tensors_get_their_parts_costs_no_other_rank_i
         kill(mesh, victim)
         gate.open()
         with pytest.raises(ResizeError, match=r"the mesh has 4 ranks now, but .*%mesh heal"):
-            resizing.result(DEADLINE_S)
+            resizing.result(WAIT_S)
         assert mesh.session.lost == (victim,)
         healed = mesh.heal()
         assert "x" in healed.missing[victim]
@@ -477,7 +477,7 @@ def test_parts_that_are_gone_for_good_are_named_and_are_not_numbers(gate: Gate) 
         kill(mesh, 1)
         gate.open()
         with pytest.raises(ResizeError, match="the mesh has 4 ranks now"):
-            resizing.result(DEADLINE_S)
+            resizing.result(WAIT_S)
         when(lambda: set(mesh.session.lost) == {1, 3})
         healed = mesh.heal()
         assert {found["x"] for found in healed.missing.values()} == {"parts of it were lost with a rank, and are NaN"}

@@ -27,7 +27,6 @@ from tests.controller.test_heal import Counter, kill, pids, press_stop_when, sta
 from tests.controller.test_heal_contents import DDP, TRAINING
 from tests.gate import Gate
 
-DEADLINE_S = WAIT_S
 SUM = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nint(t)"
 
 
@@ -257,8 +256,8 @@ def test_a_cell_that_another_client_sends_before_it_has_heard_of_a_change_is_ref
         sent = [other.run("rank", wait=False, echo=False), other.run("rank", ranks=[0, 1], wait=False, echo=False)]
         may_hear.set()
         with pytest.raises(ResizeError, match=r"the mesh has 3 ranks now.* nothing was run, run it again"):
-            sent[0].result(DEADLINE_S)
-        assert dict(sent[1].result(DEADLINE_S).values) == {0: 0, 1: 1}
+            sent[0].result(WAIT_S)
+        assert dict(sent[1].result(WAIT_S).values) == {0: 0, 1: 1}
         assert values(other, "rank") == {0: 0, 1: 1, 2: 2}
         kill(pair, 1)
         when(lambda: other.session.lost == (1,))
@@ -267,7 +266,7 @@ def test_a_cell_that_another_client_sends_before_it_has_heard_of_a_change_is_ref
         late = other.run("rank", wait=False, echo=False)
         may_hear.set()
         with pytest.raises(HealError, match="rank 1 has a new process, of which this process had not heard"):
-            late.result(DEADLINE_S)
+            late.result(WAIT_S)
         assert values(other, "rank") == {0: 0, 1: 1, 2: 2}
     finally:
         may_hear.set()
@@ -327,7 +326,7 @@ def test_a_running_cell_and_wrong_sizes_are_refused_and_nothing_is_changed(pair:
     with pytest.raises(ResizeError, match=r"the cell runs on ranks 0-1; wait for it, or press Stop"):
         pair.resize(3)
     gate.open()
-    future.result(DEADLINE_S)
+    future.result(WAIT_S)
     with pytest.raises(ResizeError, match="the mesh has rank=2 already"):
         pair.resize(2)
     for wrong, error in (((0,), MeshShapeError), ((), UsageError), (("4",), MeshShapeError)):
@@ -382,8 +381,8 @@ def test_operations_of_another_program_wait_until_it_is_decided_whether_the_mesh
         when(lambda: len(engine.sender.in_flight) > 0 or waiting.done())
         gate.open()
         with pytest.raises(ResizeError, match="it cannot"):
-            resizing.result(DEADLINE_S)
-        assert waiting.result(DEADLINE_S) == 21
+            resizing.result(WAIT_S)
+        assert waiting.result(WAIT_S) == 21
     assert (x * 2).sum().item() == 30
     other.detach()
 
@@ -408,7 +407,7 @@ def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_re
     trio.run(never, ranks=2, echo=False)
     resizing = start(lambda: trio.resize(2), lambda: "leaving" in trio.logs(2))
     kill(trio, 0)
-    resized = resizing.result(DEADLINE_S)
+    resized = resizing.result(WAIT_S)
     assert (resized.left, resized.ranks) == ((2,), (0,))
     assert values(trio, "step, world_size") == dict.fromkeys(range(2), (1, 2))
     assert is_whole(trio, 2)
@@ -417,7 +416,7 @@ def test_a_rank_that_does_not_end_is_killed_and_one_that_is_lost_meanwhile_is_re
 def test_a_stop_ends_the_waiting_for_a_resize_and_says_what_came_of_it(
     pair: Mesh, stuck_setup: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshbook.controller.healing.AFTER_STOP_S", DEADLINE_S)
+    monkeypatch.setattr("meshbook.controller.healing.AFTER_STOP_S", WAIT_S)
     press_stop_when(lambda: _has_said(pair, "begun", (2,)))
     with pytest.raises(
         CellInterrupted,
