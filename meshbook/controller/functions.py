@@ -64,10 +64,7 @@ class RemoteFunction(Generic[P]):
             label=f"{getattr(self._function, '__name__', 'the function')}()",
             record_bytes=session.record_bytes,
         )
-        console = Console(ranks, echo=True)
-        if self._timeout is not None:
-            return running.run_with_timeout(session, command, console, self._timeout).values
-        return running.run_command(session, command, console).values
+        return running.run_command(session, command, Console(ranks, echo=True), self._timeout).values
 
     def on(self, mesh: MeshRunner) -> RemoteFunction[P]:
         """Return the same function on another mesh, or on a slice of this one."""

@@ -152,9 +152,7 @@ class Mesh(DebuggingMethods):
         console = Console(chosen, echo=echo)
         if not wait:
             return running.submit_command(self._session, command, console)
-        if timeout is not None:
-            return running.run_with_timeout(self._session, command, console, timeout)
-        return running.run_command(self._session, command, console)
+        return running.run_command(self._session, command, console, timeout)
 
     def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues:
         """Call a function on every rank. Handles among the arguments arrive as the rank's own objects. Blocks.

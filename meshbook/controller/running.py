@@ -26,12 +26,15 @@ def dedent(source: str) -> str:
     return textwrap.dedent(source)
 
 
-def run_command(session: Session, command: Any, console: Console) -> CellResult:
-    """Run a command with its output on the console. Blocks; Ctrl-C and input() work.
+def run_command(session: Session, command: Any, console: Console, timeout_s: float | None = None) -> CellResult:
+    """Run a command with its output on the console. Blocks; Ctrl-C works, and input() if there is no time limit.
 
     Raises:
         CellError, CellInterrupted, RankLost: as `Mesh.run`.
+        MeshTimeout: it was interrupted after `timeout_s` seconds.
     """
+    if timeout_s is not None:
+        return _run_within(session, command, console, timeout_s)
     finished = session.foreground.run(command, on_output=console, on_input=find_prompter())
     try:
         return session.cell_result(command, finished, console.text)
@@ -49,12 +52,7 @@ def submit_command(session: Session, command: Any, console: Console) -> MeshFutu
     return session.future(source, command, lambda finished: session.cell_result(command, finished, console.text))
 
 
-def run_with_timeout(session: Session, command: Any, console: Console, timeout_s: float) -> CellResult:
-    """Run a command, and interrupt it after `timeout_s` seconds. Blocks.
-
-    Raises:
-        MeshTimeout: it was interrupted.
-    """
+def _run_within(session: Session, command: Any, console: Console, timeout_s: float) -> CellResult:
     future = submit_command(session, command, console)
     try:
         return future.result(timeout_s)
