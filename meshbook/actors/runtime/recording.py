@@ -18,21 +18,9 @@ class MessageRecorder(Protocol):
 
 
 class Recording:
-    """Passes messages on to a recorder.
-
-    Attributes:
-        recorder: None: nobody notes them.
-    """
+    """Who notes messages; None: nobody."""
 
     recorder: MessageRecorder | None = None
-
-    def begun(self, runner: Any, method: str, function: Any, args: Any, kwargs: Any, point: Point) -> None:
-        if self.recorder is not None:
-            self.recorder.message_begun(runner, method, function, args, kwargs, point)
-
-    def failed(self, runner: Any, error: BaseException) -> None:
-        if self.recorder is not None and runner.actor is not None:
-            self.recorder.message_failed(runner, error)
 
 
 recording = Recording()  # of this process

@@ -303,7 +303,8 @@ class ActorRunner:
         if point is not known_context.message_rank:
             context_var.set(Context(known_context.actor_instance, point))
         bound = call.bind(self.actor, point, self.name, self._record.reply_ports)
-        recording.begun(self, call.request.method, *bound, point)
+        if recording.recorder is not None:
+            recording.recorder.message_begun(self, call.request.method, *bound, point)
         return bound
 
     def _end_call(self, call: IncomingCall, value: Any) -> None:
@@ -314,7 +315,8 @@ class ActorRunner:
 
     def _fail_call(self, call: IncomingCall, error: BaseException) -> None:
         method, failure = call.request.method, self.construction.failure
-        recording.failed(self, error)
+        if recording.recorder is not None and self.actor is not None:
+            recording.recorder.message_failed(self, error)
         if failure is None:
             failure = faults.describe_exception(error, call=call.request.call)
             if isinstance(error, asyncio.CancelledError) and self._is_stopping:
