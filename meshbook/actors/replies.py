@@ -55,7 +55,7 @@ class ReplyCollector:
         raise NotImplementedError
 
     def awaited_replies(self) -> list[messages.PendingEndpointCall]:
-        """Return the actors that have not replied, if a caller waits for them: see `CallReplyHandler`. Any thread."""
+        """Return the actors that have not replied, if a caller waits for them: see `ReplyHandler`. Any thread."""
         if not any(future.is_awaited for future in self.get_futures()):
             return []
         ref, axes, since_s = self.ref, self.axes, time.monotonic() - self.started_at

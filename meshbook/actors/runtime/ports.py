@@ -113,6 +113,8 @@ class _PortQueue:
     The transport references this object, not the receiver.
     """
 
+    caller = None  # a receiver may wait for ever
+
     def __init__(self, *, once: bool) -> None:
         self.transport = local_transport()
         self.once = once
@@ -152,6 +154,9 @@ class _PortQueue:
 
     def on_peer_lost(self, peer: Any, reason: str) -> bool:
         return False
+
+    def awaited_replies(self) -> list[messages.PendingEndpointCall]:
+        return []
 
     def _unpack(self, pending: PendingPayload) -> Any:
         message = pending.message

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from meshbook.wire import messages
 
 
 class ReplyHandler(Protocol):
-    """The handler of the replies to one call id or port."""
+    """The handler of the replies to one call id, or of the messages to one port."""
+
+    caller: Any  # (actor id, message key) of the caller; None: code outside any actor
 
     def on_reply(self, peer: Any, reply: Any) -> bool:
         """Handle an ActorReply, ActorFailure or PortMessage; return whether it was the last one."""
 
     def on_peer_lost(self, peer: Any, reason: str) -> bool:
         """Handle the exit of the process behind `peer`; return whether no more replies are expected."""
-
-
-@runtime_checkable
-class CallReplyHandler(ReplyHandler, Protocol):
-    """The handler of the replies to a call, as opposed to messages through a port."""
-
-    caller: Any  # (actor id, message key) of the caller; None: code outside any actor
 
     def awaited_replies(self) -> list[messages.PendingEndpointCall]:
         """Return the actors that have not replied, if a caller waits for them."""
@@ -55,7 +50,7 @@ class ReplyHandlers:
         """Return the open calls that this process waits for, each with its caller. Any thread."""
         found = []
         for handler in list(self._handlers.values()):
-            if isinstance(handler, CallReplyHandler) and (replies := handler.awaited_replies()):
+            if replies := handler.awaited_replies():
                 found.append((handler.caller, replies))
         return found
 
