@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -70,19 +69,15 @@ class CheckpointSave(MeshFuture[SavedCheckpoint]):
 
     Attributes:
         path, step: as they were given.
+        ranks: all of the mesh.
         num_bytes: copied on all ranks.
         seconds: that the slowest rank took for it: for so long training stood still.
     """
 
-    def __init__(self, source: Future[SavedCheckpoint], session: Session, path: str, step: int | None) -> None:
-        super().__init__(
-            source,
-            lambda saved: saved,
-            interrupt=lambda: None,
-            delivery_thread=session.connection.thread,
-            label=f"the checkpoint {_name(path, step)}",
-        )
-        self.path, self.step = path, step
+    def __init__(self, session: Session, command: messages.SaveCheckpoint) -> None:
+        label = f"the checkpoint {_name(command.path, command.step)}"
+        super().__init__(label, interrupt=lambda: None, delivery_thread=session.connection.thread)
+        self.path, self.step, self.ranks = command.path, command.step, command.ranks
         self.num_bytes, self.seconds = 0, 0.0
 
 
@@ -90,7 +85,7 @@ class _OpenSaves:
     """The saves of one session whose end is not known yet."""
 
     def __init__(self, session: Session) -> None:
-        self._open: dict[str, tuple[CheckpointSave, Future[SavedCheckpoint], Ranks]] = {}
+        self._open: dict[str, CheckpointSave] = {}
         self._output = background_output_of(session)
         listeners = session.connection.listeners
         listeners.report_handlers[messages.CheckpointCommitted] = self._committed
@@ -98,9 +93,7 @@ class _OpenSaves:
         listeners.mesh_stopped.append(self._mesh_stopped)
 
     def open(self, session: Session, command: messages.SaveCheckpoint) -> CheckpointSave:
-        source: Future[SavedCheckpoint] = Future()
-        save = CheckpointSave(source, session, command.path, command.step)
-        self._open[command.call] = save, source, command.ranks
+        save = self._open[command.call] = CheckpointSave(session, command)
         return save
 
     def notify(self, ranks: Ranks, text: str) -> None:
@@ -111,27 +104,27 @@ class _OpenSaves:
         self._open.pop(call, None)
 
     def saves(self) -> list[CheckpointSave]:
-        return [save for save, _, _ in list(self._open.values())]
+        return list(self._open.values())
 
     def give_up(self, session: Session) -> None:
         """Have the supervisor throw away what is being written. Does not wait."""
-        for call, (_, _, ranks) in list(self._open.items()):
-            session.interrupt(ranks, target=call)
+        for call, save in list(self._open.items()):
+            session.interrupt(save.ranks, target=call)
 
     def _committed(self, report: messages.CheckpointCommitted) -> None:
-        if (found := self._open.pop(report.save, None)) is not None:
-            found[1].set_result(SavedCheckpoint.of(report.folder, report.manifest))
+        if (save := self._open.pop(report.save, None)) is not None:
+            saved = SavedCheckpoint.of(report.folder, report.manifest)
+            save.resolve(lambda: saved)
 
     def _fail(self, call: str, reason: str) -> None:
-        found = self._open.pop(call, None)
-        if found is None:
+        save = self._open.pop(call, None)
+        if save is None:
             return
-        save, source, ranks = found
         text = f"{save.label} was thrown away: {reason}. What was saved before is as it was; save again"
         is_awaited = save.is_awaited
-        source.set_exception(CheckpointError(text))
+        save.fail(CheckpointError(text))
         if not is_awaited:  # nobody may ever ask
-            self._output.notify(ranks, text)
+            self._output.notify(save.ranks, text)
 
     def _mesh_stopped(self, reason: str) -> None:
         for call in list(self._open):

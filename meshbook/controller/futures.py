@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -22,18 +21,9 @@ class MeshFuture(Future[T]):
 
     _DEADLOCK = "this thread delivers the answers of the mesh and cannot wait for one; use a callback"
 
-    def __init__(
-        self,
-        source: concurrent.futures.Future[Any],
-        finish: Callable[[Any], T],
-        *,
-        interrupt: Callable[[], None],
-        delivery_thread: threading.Thread,
-        label: str = "call",
-    ) -> None:
+    def __init__(self, label: str, *, interrupt: Callable[[], None], delivery_thread: threading.Thread) -> None:
         super().__init__(label, answering_thread=delivery_thread.ident or 0)
         self._interrupt = interrupt
-        source.add_done_callback(lambda _: self.resolve(lambda: finish(source.result())))
 
     def interrupt(self) -> None:
         """Interrupt the call on the ranks, as the Stop button does."""

@@ -269,13 +269,13 @@ class Session:
     def future(
         self, source: Future[Any], command: Any, finish: Callable[[messages.CallFinished], Any]
     ) -> MeshFuture[Any]:
-        return MeshFuture(
-            source,
-            finish,
+        future = MeshFuture[Any](
+            getattr(command, "label", "") or "the call",
             interrupt=lambda: self.interrupt(command.ranks, target=command.call),
             delivery_thread=self.connection.thread,
-            label=getattr(command, "label", "") or "the call",
         )
+        source.add_done_callback(lambda _: future.resolve(lambda: finish(source.result())))
+        return future
 
     # ---- results
 
