@@ -39,9 +39,10 @@ class Carrier(Protocol):
 class MeshCarrier(Carrier, Protocol):
     """A mesh as a carrier. It stays when one peer is gone, for it carries pieces of others, too."""
 
-    may_lag = False
+    may_lag: bool = False
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
     def reaches(self, node: str) -> bool:
         """Whether this process of another machine is known to belong to the mesh."""
