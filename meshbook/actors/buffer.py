@@ -18,19 +18,20 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from meshbook.actors.memory import cuda, elsewhere
+from meshbook.actors.memory import cuda
 from meshbook.actors.memory.local import Layout, LocalMemory, bytes_at, check_tensor
 from meshbook.actors.memory.sharing import publish_shared, published, reader
-from meshbook.actors.mesh import process_mesh
-from meshbook.actors.runtime.faults import SupervisionError
+from meshbook.actors.mesh import ActorMesh, process_mesh
+from meshbook.actors.runtime.faults import ActorError, SupervisionError
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.transport import has_local_transport, local_transport
-from meshbook.errors import TransferError
+from meshbook.errors import MeshTimeout, TransferError
 from meshbook.wire.messages import NodeAddress
 from meshbook.wire.regions import Region, create_memory_file, machine_id
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 # Up to this size a copy takes less time (some 50 us) than a round trip to another thread.
 INLINE_BYTES = 256 << 10
 _DROP_TIMEOUT_S = 60.0  # on another machine
+# A copy from or to another machine: the bytes of a part, and how many are on their way.
+_PART_BYTES = 4 << 20
+_MAX_OPEN_PARTS = 4
 
 
 class Buffer:
@@ -216,7 +220,8 @@ class Buffer:
                 cuda.copy_to_device(memory, shared, after, reading=reading)
 
     def _copy_elsewhere(self, memory: LocalMemory, after: Any, *, reading: bool, timeout_s: float) -> None:
-        owner, region, layout = self._known_owner(), self._region, self._layout
+        """Copy from or to another machine: in parts, some at a time, which threads of the owner read and write."""
+        process, region, layout = self._owner_process(), self._region, self._layout
         if memory.address is None:  # on a GPU of this machine: by way of the CPU
             import torch
 
@@ -226,37 +231,54 @@ class Buffer:
         else:
             here = bytes_at(memory.address, memory.nbytes)
         view: Any = memoryview(here.numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
+        parts: deque[tuple[slice, Future[Any]]] = deque()
 
-        def start(process: Any, at: int, nbytes: int) -> Future[Any]:
-            start_at = memory.offset + at
+        def finish_first() -> None:
+            part, future = parts.popleft()
+            answer = future.get(timeout_s)
             if reading:
-                return process._run(_read_part, region, layout, start_at, nbytes)  # type: ignore[no-any-return]
-            return process._run(_write_part, region, layout, start_at, bytes(view[at : at + nbytes]))  # type: ignore[no-any-return]
+                view[part] = answer
 
-        def take(at: int, answer: bytes | None) -> None:
-            if answer is not None:
-                view[at : at + len(answer)] = answer
-
-        elsewhere.copy_in_parts(owner, memory.nbytes, start, take, timeout_s)
+        try:
+            for at in range(0, memory.nbytes, _PART_BYTES):
+                part = slice(at, min(at + _PART_BYTES, memory.nbytes))
+                place = region, layout, memory.offset + at
+                if reading:
+                    parts.append((part, process._run(_read_part, *place, part.stop - at)))
+                else:
+                    parts.append((part, process._run(_write_part, *place, bytes(view[part]))))
+                if len(parts) == _MAX_OPEN_PARTS:
+                    finish_first()
+            while parts:
+                finish_first()
+        except SupervisionError as error:
+            raise TransferError(f"this buffer of {memory.nbytes:,} bytes cannot be copied: {error}") from None
+        except ActorError as error:
+            raise (error.exception if isinstance(error.exception, TransferError) else error) from None
+        except MeshTimeout:
+            raise TransferError(
+                f"{self.owner} on another machine, whose memory this buffer of {memory.nbytes:,} bytes is, has not "
+                f"answered within {timeout_s:.0f} s; read_into(…, timeout=) waits longer"
+            ) from None
         if memory.address is None and reading:
             cuda.copy_to_device(memory, here, after, reading=True)
 
     def _drop_elsewhere(self) -> Future[None]:
-        owner, region, layout = self._known_owner(), self._region, self._layout
+        process, region, layout = self._owner_process(), self._region, self._layout
 
         def drop() -> None:
             with contextlib.suppress(SupervisionError):  # with its owner the memory is gone
-                process_mesh(f"process {owner.pid}", (owner,))._run(_drop, region, layout).get(_DROP_TIMEOUT_S)
+                process._run(_drop, region, layout).get(_DROP_TIMEOUT_S)
 
         return _start_copy(drop)
 
-    def _known_owner(self) -> NodeAddress:
+    def _owner_process(self) -> ActorMesh[Any]:
         if self._owner is None:
             raise TransferError(
                 f"this buffer of {self.nbytes:,} bytes is in the memory of {self.owner} on another machine, and did "
                 "not come by a message between actors; return it from an endpoint, or pass it to one"
             )
-        return self._owner
+        return process_mesh(self.owner, (self._owner,))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self._region, Region):
