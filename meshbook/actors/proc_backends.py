@@ -23,8 +23,8 @@ from meshbook.actors.replies import stopped_procs
 from meshbook.actors.runtime.futures import Future, run_in_thread
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.registry import local_registry
-from meshbook.actors.runtime.transport import local_transport
-from meshbook.actors.session_relay import SessionRelay
+from meshbook.actors.runtime.relayed_peer import MeshCarrier
+from meshbook.actors.runtime.transport import Transport, local_transport
 from meshbook.controller.background_output import background_output_of
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, UsageError
@@ -70,6 +70,30 @@ def report_deadlock(awaited: messages.PendingEndpointCall) -> bool:
             background_output_of(session).notify(ranks.axes.ranks, text)
             return True
     return False
+
+
+class SessionRelay(MeshCarrier):
+    """Passes on what this program and the processes of a mesh on other machines send each other."""
+
+    def __init__(self, session: Session, transport: Transport) -> None:
+        self._connection = session.connection
+        self._nodes: set[str] = set()
+        listeners, machines = session.connection.listeners, transport.machines
+        listeners.report_handlers[messages.BytesRelayed] = lambda report: machines.piece_received(self, report.piece)
+        listeners.mesh_stopped.append(lambda reason: machines.remove_mesh(self, f"has ended with its mesh: {reason}"))
+        listeners.closed.append(lambda: machines.remove_mesh(self, "cannot be reached: this program has left its mesh"))
+        session.connection.send(messages.ActorsOpened(transport.address.node, os.getpid()))
+        machines.add_mesh(self)
+
+    def add_nodes(self, nodes: set[str]) -> None:
+        """Record processes of the mesh."""
+        self._nodes |= nodes
+
+    def reaches(self, node: str) -> bool:
+        return node in self._nodes
+
+    def send(self, piece: messages.RelayedBytes) -> None:
+        self._connection.send(messages.RelayBytes(piece))
 
 
 class ProcBackend:

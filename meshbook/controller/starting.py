@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,17 @@ from meshbook.controller.config import (
 )
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.console import StatusLine
-from meshbook.controller.device_note import device_note
 from meshbook.controller.hosts import busy_gpus, fetch_hosts
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.project import project_of
 from meshbook.controller.project_folder import find_project
 from meshbook.controller.session import Session, kill_mesh
+from meshbook.controller.tables import count_of
 from meshbook.engines import ENGINES
 from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
 from meshbook.host.gpus import count_free_gpus, count_gpus, find_others_gpus
+from meshbook.ids import name_ranks
 from meshbook.marimo import page
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
@@ -226,6 +228,31 @@ def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec, *, qu
     for note in filter(None, notes):
         background.notify(grid.ranks, note)
     return session
+
+
+def device_note(info: messages.MeshInfo, num_gpus: int) -> str | None:
+    """Return the note that ranks share GPUs, or are on the CPU beside GPUs; None if each has what one would expect.
+
+    Args:
+        num_gpus: how many ranks could have one of their own on the machines of the mesh.
+    """
+    on_gpu = [rank for rank in info.ranks if rank.device != "cpu"]
+    num_sharing = Counter((rank.host, rank.device) for rank in on_gpu)
+    sharing = tuple(rank.rank for rank in on_gpu if num_sharing[rank.host, rank.device] > 1)
+    if sharing:
+        text = f"{len(on_gpu)} ranks and {count_of(len(num_sharing), 'GPU')}: {name_ranks(sharing)} share"
+        if info.backend is not None:
+            text += (
+                ". NCCL refuses that, so the process groups use gloo, which copies through the CPU's memory: good for "
+                "trying things out, not for speed"
+            )
+        return text
+    if info.spec is not None and info.spec.torch and info.spec.device == "auto" and not on_gpu and num_gpus:
+        return (
+            f"{len(info.ranks)} ranks and {count_of(num_gpus, 'GPU')}: the ranks are on the CPU, because there is not "
+            f"a GPU for each. Ask for {num_gpus}, or for device cuda: then they share"
+        )
+    return None
 
 
 def _num_free_gpus(session: Session, spec: messages.MeshSpec) -> int:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from meshbook.controller.device_note import device_note
+from meshbook.controller.starting import device_note
 from meshbook.wire.messages import MeshInfo, MeshSpec, RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
