@@ -47,17 +47,7 @@ class Supervisor:
             identity, *frames = self.socket.recv_multipart()
             if codec.client_commands.decode(frames).channel == "receive":  # type: ignore[union-attr]
                 self.listener = identity
-        info = messages.MeshInfo(
-            name="m",
-            spec=None,
-            ranks=(),
-            supervisor_pid=1,
-            started_at=0.0,
-            group_generation=1,
-            groups="ready",
-            clients=(),
-            names=(),
-        )
+        info = messages.MeshInfo("m", None, (), 1, 0.0, 1, "ready", (), ())
         self.say(messages.Welcome(info=info, open_calls=()))
 
     def say(self, report: Any) -> None:

@@ -18,18 +18,8 @@ def mesh(*devices: str, asked: Device = "auto", backend: str | None = "gloo", ho
         RankInfo(rank=rank, state="idle", host=(hosts or "a" * len(devices))[rank], device=device)
         for rank, device in enumerate(devices)
     )
-    return MeshInfo(
-        name="m",
-        spec=MeshSpec(axes={"rank": len(devices)}, device=asked),
-        ranks=ranks,
-        supervisor_pid=1,
-        started_at=0.0,
-        group_generation=1,
-        groups="ready",
-        clients=(),
-        names=(),
-        backend=backend,
-    )
+    spec = MeshSpec(axes={"rank": len(devices)}, device=asked)
+    return MeshInfo("m", spec, ranks, 1, 0.0, 1, "ready", (), (), backend=backend)
 
 
 def test_ranks_that_share_gpus_are_named_with_what_becomes_of_their_groups() -> None:
