@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, CheckpointError, MeshShapeError, NotAttached, RankLost, UsageError
 from meshbook.wire import checkpoint_folders
 from tests.budget import WAIT_S, when, when_printed
-from tests.controller.test_heal import kill
+from tests.controller.test_heal import kill, press_stop_when
 from tests.gate import Gate
 from tests.soak.checkpoint_kills import kill_during_a_save
 
@@ -566,16 +565,9 @@ def test_what_would_end_a_save_that_is_being_written_waits_for_it(
     with create_mesh(3, name="saving") as mesh:
         mesh.run(HOLD.format(wait=gate.wait) + "x = torch.ones(4)", echo=False)
         opened = mesh.checkpoint(tmp_path / "run", "x")
-        said = ""
-
-        def is_waiting() -> bool:
-            nonlocal said
-            said += capsys.readouterr().out
-            return f"{what} waits for the checkpoint" in said
-
         with ThreadPoolExecutor(1) as threads:
             done = threads.submit(begin, mesh)
-            when(is_waiting)
+            when_printed(f"{what} waits for the checkpoint", capsys)
             assert not opened.done()
             gate.open()
             done.result(WAIT_S)
@@ -588,12 +580,7 @@ def test_stop_gives_up_a_save_that_a_resize_waits_for_and_whose_writers_hang(
     with create_mesh(3) as mesh:
         mesh.run(HOLD.format(wait=gate.wait) + "x = torch.ones(4)", echo=False)
         opened = mesh.checkpoint(tmp_path / "run", "x")
-
-        def press_stop() -> None:
-            when(lambda: "the resize waits for the checkpoint" in capsys.readouterr().out)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=press_stop).start()
+        press_stop_when(lambda: "the resize waits for the checkpoint" in capsys.readouterr().out)
         with pytest.raises(KeyboardInterrupt):
             mesh.resize(2)
         with pytest.raises(CheckpointError, match="thrown away: it was stopped while it was written"):

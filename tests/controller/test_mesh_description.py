@@ -15,6 +15,7 @@ from meshbook.controller.session import Session
 from meshbook.controller.starting import create_mesh
 from meshbook.wire import messages
 from tests.budget import when
+from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -60,9 +61,9 @@ def test_a_reply_that_is_taken_late_does_not_hide_a_loss_since(monkeypatch: pyte
 
 def test_a_rank_that_is_lost_while_this_process_attaches_is_known_to_be_lost() -> None:
     with create_mesh(2) as mesh:
-        pid = mesh.status().ranks[1].pid
+        pid = pid_of(mesh, 1)
         connection = SupervisorConnection(mesh.session.connection.connection_info, kind="test", observer=True)
-        os.kill(pid or 0, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         when(lambda: mesh.session.lost == (1,))
         mesh.status()  # so that the report has come to the other client, too
         session = Session(connection, stop_at_exit=False)

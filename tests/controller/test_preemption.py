@@ -19,6 +19,7 @@ from meshbook.wire import checkpoint_folders, keys
 from tests.budget import WAIT_S, when, when_printed
 from tests.controller.elastic_training import CELL, curve, set_up
 from tests.gate import Gate
+from tests.host_processes import pid_of
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
 
@@ -45,12 +46,7 @@ def mesh(three: Mesh) -> Iterator[Mesh]:
 
 def sigterm(mesh: Mesh, *ranks: int) -> None:
     """SIGTERM to ranks; to none: the supervisor."""
-    info = mesh.session.info
-    pids = [info.ranks[rank].pid for rank in ranks] if ranks else [info.supervisor_pid]
-    if ranks:
-        pids = [mesh.status().ranks[rank].pid for rank in ranks]
-    for pid in pids:
-        assert pid is not None
+    for pid in [pid_of(mesh, rank) for rank in ranks] or [mesh.session.info.supervisor_pid]:
         os.kill(pid, signal.SIGTERM)
 
 
@@ -150,19 +146,12 @@ def test_what_a_cell_has_cut_that_had_to_be_stopped_is_not_saved(
     mesh.on_preemption(tmp_path / "run1", "x", grace_s=120)
     cell = begin(mesh, STUCK)
     sigterm(mesh, 2)
-    text = ""
-
-    def has_been_said(part: str) -> bool:
-        nonlocal text
-        text += capsys.readouterr().err
-        return part in text
-
-    when(lambda: has_been_said("rank 2 received SIGTERM"))
+    text = when_printed("rank 2 received SIGTERM", capsys)
     cell.interrupt()  # what the supervisor does after 80 s
     with pytest.raises(CellInterrupted):
         cell.result(WAIT_S)
     assert exit_of(mesh, 2) == "left (SIGTERM)"
-    when(lambda: has_been_said("rank 2 leaves"))
+    text += when_printed("rank 2 leaves", capsys)
     assert "no checkpoint was written: the cell was stopped, perhaps in the middle of a step" in text
     assert f"the last one is {tmp_path / 'run1' / 'save-0001'}" in text
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "run1")) == 1

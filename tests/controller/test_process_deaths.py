@@ -85,9 +85,6 @@ def test_no_line_and_no_outcome_is_lost_when_a_clients_connections_break(
     assert numbers_in(capsys.readouterr().out) == NUMBERS
 
 
-# ---- the fork server
-
-
 # ---- the supervisor: its standby takes over
 
 KILL = """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +29,7 @@ from meshbook.errors import (
     ValuesDiffer,
 )
 from tests.budget import WAIT_S, when
+from tests.controller.test_heal import press_stop_when
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("starts_meshes")
@@ -255,12 +254,7 @@ def test_a_name_that_a_cell_is_about_to_bind_is_pulled_when_it_has(mesh: Mesh, g
 
 def test_stop_ends_a_pull_and_says_so_not_that_there_is_no_such_name(mesh: Mesh, gate: Gate) -> None:
     binding = mesh.run(f"{gate.wait}\nnot_yet = 1", wait=False)
-
-    def press_stop() -> None:
-        when(lambda: len(mesh.session.connection.pending) >= 2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press_stop).start()
+    press_stop_when(lambda: len(mesh.session.connection.pending) >= 2)
     with pytest.raises(KeyboardInterrupt):  # CellInterrupted, or one that came while the request was sent
         mesh.pull("not_yet")
     gate.open()
