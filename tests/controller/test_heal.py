@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import meshbook
-from meshbook.actor import Actor, SupervisionError, endpoint
+from meshbook.actor import SupervisionError
 from meshbook.controller import healing
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.tables import status_table
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, RankLost
+from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when, when_printed
 from tests.gate import Gate
 from tests.host_processes import pid_of
@@ -382,16 +383,6 @@ def test_an_error_of_a_cell_after_healing_is_the_cells_own(pair: Mesh) -> None:
 
 
 # ---- remote tensors and actors
-
-
-class Counter(Actor):
-    def __init__(self) -> None:
-        self.count = 0
-
-    @endpoint
-    def add(self) -> int:
-        self.count += 1
-        return self.count
 
 
 def test_actors_of_the_lost_rank_are_lost_the_others_live_and_new_ones_start_on_the_new_process(

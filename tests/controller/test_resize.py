@@ -22,8 +22,9 @@ from meshbook.controller.subscription import MeshSubscription
 from meshbook.errors import CellError, CellInterrupted, HealError, MeshShapeError, ResizeError, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.engine import ENGINES
+from tests.actors.example_actors import Counter
 from tests.budget import WAIT_S, when
-from tests.controller.test_heal import Counter, kill, pids, press_stop_when, start, values
+from tests.controller.test_heal import kill, pids, press_stop_when, start, values
 from tests.controller.test_heal_contents import DDP, TRAINING
 from tests.gate import Gate
 
