@@ -157,9 +157,7 @@ class SupervisorConnection:
             NotAttached: the connection is closed.
             TransferError: the command is too large for a message.
         """
-        self.send_body(codec.encode_body(command))
-
-    def send_body(self, body: bytes) -> None:
+        body = codec.encode_body(command)
         codec.check_size(body)
         if not self._sockets.send(body):
             raise errors.NotAttached(f"this process has left the mesh {self.connection_info.name!r}; attach again")

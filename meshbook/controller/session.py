@@ -38,7 +38,6 @@ OnWaiting = Callable[[messages.MeshStarting], object]
 
 _STOP_TIMEOUT_S = 15.0
 _REPLY_TIMEOUT_S = 5.0  # of the supervisor itself
-_QUERY_TIMEOUT_S = 3.0
 _PULL_INLINE_BYTES = 1 << 16
 
 _TOO_SLOW = (
@@ -106,7 +105,7 @@ class Session:
         try:
             _request_start(self.connection, command, timeout_s, on_waiting)
         except TimeoutError:
-            advice = _network_advice(self.connection) if spec.on else ""
+            advice = _network_advice(self) if spec.on else ""
             self.stop()
             if self.connection.connection_info.is_alive:  # it is too busy to stop
                 kill_mesh(self.connection.connection_info)
@@ -362,12 +361,11 @@ def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
     return MeshAxes.of(dict(info.spec.axes)) if info.spec is not None else None
 
 
-def _network_advice(connection: SupervisorConnection) -> str:
+def _network_advice(session: Session) -> str:
     """Return what to look at, after a sentence, if a start waits though all machines have come; else ""."""
-    command = messages.QueryHosts(call=connection.next_call_id())
     try:
-        hosts: tuple[messages.HostInfo, ...] = connection.request(command).result(_QUERY_TIMEOUT_S).hosts
-    except (MeshbookError, TimeoutError):
+        hosts = session.call_supervisor(messages.QueryHosts(call=session.connection.next_call_id())).hosts
+    except MeshbookError:
         return ""
     if len(hosts) < 2 or any(host.state != "ready" for host in hosts):
         return ""
