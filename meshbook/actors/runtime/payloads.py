@@ -135,21 +135,21 @@ class PayloadCodec:
         if payload is None:
             return None
         if payload.buffers:
-            for buffer in payload.buffers:
-                if isinstance(buffer, messages.SharedBuffer):
-                    self._segment_owners[buffer.segment] = peer
-            self.on_segments_used()
+            self._note_segments(peer, payload)
         return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
     def discard(self, peer: Any, message: Any) -> None:
         """Release the memory of a value that will not be unpacked."""
         payload = getattr(message, "payload", None)
         if payload is not None and payload.buffers:
-            for buffer in payload.buffers:
-                if isinstance(buffer, messages.SharedBuffer):
-                    self._segment_owners[buffer.segment] = peer
+            self._note_segments(peer, payload)
             self.reader.discard(payload.buffers)
-            self.on_segments_used()
+
+    def _note_segments(self, peer: Any, payload: messages.Payload) -> None:
+        for buffer in payload.buffers:
+            if isinstance(buffer, messages.SharedBuffer):
+                self._segment_owners[buffer.segment] = peer
+        self.on_segments_used()
 
     def drain_released(self) -> list[tuple[Any, tuple[str, ...]]]:
         """Return segments that this process no longer uses, by owner."""

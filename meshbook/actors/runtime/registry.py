@@ -104,7 +104,7 @@ class ActorRegistry:
 
     def _call(self, peer: Any, request: messages.CallActor) -> None:
         if not request.actor and request.method == "=run":
-            self._process_threads.submit(self._call_process, IncomingCall(self.transport, peer, request))
+            self._process_threads.submit(self._call_beside, IncomingCall(self.transport, peer, request))
             return
         if not request.actor:
             rows = self.transport.payloads.pack(self.status_rows(), (peer,))
@@ -116,31 +116,25 @@ class ActorRegistry:
             return
         call = IncomingCall(self.transport, peer, request)
         if request.method == "=now":
-            threading.Thread(target=self._call_concurrently, args=(runner, call), daemon=True).start()
+            threading.Thread(target=self._call_beside, args=(call, runner), daemon=True).start()
         else:
             runner.put(call)
 
-    def _call_process(self, call: IncomingCall) -> None:
-        """Run a function of this process that concerns no actor."""
+    def _call_beside(self, call: IncomingCall, runner: ActorRunner | None = None) -> None:
+        """Run a function concurrently with an actor's messages; None: it concerns no actor."""
+        point = _NO_POINT if runner is None else runner.point
         try:
             self.prepare_thread()
             (function, *args), kwargs = call.unpack()
-            call.send_result(function(*args, **kwargs), _NO_POINT)
+            if runner is not None:
+                runner.construction.done.wait()
+                if runner.construction.failure is not None:
+                    call.send_failure(runner.construction.failure, point)
+                    return
+                args = [runner.actor, *args]
+            call.send_result(function(*args, **kwargs), point)
         except BaseException as error:
-            call.send_failure(faults.describe_exception(error, call=call.request.call), _NO_POINT)
-
-    def _call_concurrently(self, runner: ActorRunner, call: IncomingCall) -> None:
-        """Run a function concurrently with the actor's messages."""
-        try:
-            self.prepare_thread()
-            (function, *args), kwargs = call.unpack()
-            runner.construction.done.wait()
-            if runner.construction.failure is not None:
-                call.send_failure(runner.construction.failure, runner.point)
-                return
-            call.send_result(function(runner.actor, *args, **kwargs), runner.point)
-        except BaseException as error:
-            call.send_failure(faults.describe_exception(error, call=call.request.call), runner.point)
+            call.send_failure(faults.describe_exception(error, call=call.request.call), point)
 
     def _stop(self, peer: Any, request: messages.StopActor) -> None:
         runner = self.actors.get(request.actor)
