@@ -168,13 +168,14 @@ class SupervisorConnection:
         *,
         on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None,
         on_input: Callable[[messages.InputRequest], None] | None = None,
+        on_report: Callable[[Any], None] | None = None,
     ) -> Future[Any]:
         """Send a command and return a future of its reply (`CallFinished`, `CommandReply`, `MeshReady`).
 
-        `on_output` and `on_input` are called on the listener thread. A refusal sets the future's exception.
+        The handlers are called on the listener thread. A refusal sets the future's exception.
         """
         future: Future[Any] = Future()
-        self.pending.add(command.call, PendingRequest(future, on_output, on_input))
+        self.pending.add(command.call, PendingRequest(future, on_output, on_input, on_report=on_report))
         try:
             self.send(command)
         except BaseException:

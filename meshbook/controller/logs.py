@@ -10,11 +10,10 @@ import contextlib
 import queue
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from meshbook.controller.session import Session
 from meshbook.controller.tables import format_bytes
@@ -143,8 +142,8 @@ def search(
     command = _command(session, ranks, grep, since, context, limit)
     left_out, kept, problems = 0, [], []
     found: list[messages.LogMatch] = []
-    with _SearchReports(session, command) as received:
-        for report in received.reports():
+    with contextlib.closing(_reports_of(session, command)) as reports:
+        for report in reports:
             if report is None:
                 continue
             found += report.hits
@@ -185,10 +184,10 @@ def follow(
 def _follow(
     session: Session, command: messages.SearchLogs, until: Callable[[], bool] | None
 ) -> Generator[LogHit | str]:
-    with _SearchReports(session, command) as received:
+    with contextlib.closing(_reports_of(session, command, _FOLLOW_HOLD_S)) as reports:
         held: list[messages.LogMatch] = []
         held_since = time.monotonic()
-        for report in received.reports(_FOLLOW_HOLD_S):
+        for report in reports:
             if report is not None:
                 if not held:
                     held_since = time.monotonic()
@@ -243,63 +242,41 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
-class _SearchReports:
-    """Sends a search, and receives what is reported of it, until the block ends."""
+def _reports_of(
+    session: Session, command: messages.SearchLogs, wait_s: float = _CHECK_S
+) -> Generator[messages.LogsFound | None]:
+    """Send a search; yield its reports, and None where none has come for some time, until no host searches any more.
 
-    def __init__(self, session: Session, command: messages.SearchLogs) -> None:
-        self._connection, self._command = session.connection, command
-        self._reports: queue.SimpleQueue[messages.LogsFound | None] = queue.SimpleQueue()  # None: it has ended
-        session.check_attached()
-        searches = session.connection.listeners.report_handlers.setdefault(messages.LogsFound, _OpenSearches())
-        assert isinstance(searches, _OpenSearches)
-        self._searches = searches
-        self._reply: Future[Any] | None = None
+    Close it to end the search.
 
-    def __enter__(self) -> _SearchReports:
-        self._searches.by_call[self._command.call] = self._reports
-        self._reply = self._connection.request(self._command)
-        self._reply.add_done_callback(lambda _: self._reports.put(None))
-        return self
-
-    def reports(self, wait_s: float = _CHECK_S) -> Iterator[messages.LogsFound | None]:
-        """Yield reports, and None where none has come for some time, until no host searches any more.
-
-        Raises:
-            MeshTimeout: the supervisor does not answer.
-            MeshbookError: it has refused the search, or the mesh has ended.
-        """
-        assert self._reply is not None
+    Raises:
+        MeshTimeout: the supervisor does not answer.
+        MeshbookError: it has refused the search, or the mesh has ended.
+    """
+    session.check_attached()
+    connection = session.connection
+    reports: queue.SimpleQueue[messages.LogsFound | None] = queue.SimpleQueue()  # None: it has ended
+    reply = connection.request(command, on_report=reports.put)
+    reply.add_done_callback(lambda _: reports.put(None))
+    try:
         while True:
             try:
-                report = self._reports.get(timeout=wait_s)
+                report = reports.get(timeout=wait_s)
             except queue.Empty:
-                if self._connection.silent:
-                    raise MeshTimeout(self._connection.describe_silence()) from None
+                if connection.silent:
+                    raise MeshTimeout(connection.describe_silence()) from None
                 yield None
                 continue
             if report is None:
-                self._reply.result()  # raises
+                reply.result()  # raises
                 return
             yield report
             if report.ended:
                 return
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._searches.by_call.pop(self._command.call, None)
-        self._connection.pending.discard(self._command.call)
+    finally:
+        connection.pending.discard(command.call)
         with contextlib.suppress(MeshbookError):  # it has ended, or the mesh has
-            self._connection.send(messages.EndLogSearch(call=self._command.call))
-
-
-class _OpenSearches:
-    """Hands each report to the search that it is about. Called on the connection's listener thread."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[str, queue.SimpleQueue[messages.LogsFound | None]] = {}
-
-    def __call__(self, report: messages.LogsFound) -> None:
-        if (reports := self.by_call.get(report.call)) is not None:
-            reports.put(report)
+            connection.send(messages.EndLogSearch(call=command.call))
 
 
 def _command(

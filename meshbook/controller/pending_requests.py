@@ -20,6 +20,7 @@ class PendingRequest:
     on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None
     on_input: Callable[[messages.InputRequest], None] | None = None
     on_stuck: Callable[[messages.RanksStuck], None] | None = None
+    on_report: Callable[[Any], None] | None = None  # of a search, or a start: what comes before its reply
 
 
 class PendingRequests:
@@ -51,6 +52,8 @@ class PendingRequests:
             messages.InputRequest: self._input_requested,
             messages.DebuggedCallEnded: self._debugged_call_ended,
             messages.RanksStuck: self._ranks_stuck,
+            messages.LogsFound: self._reported,
+            messages.MeshStarting: self._reported,
             messages.CommandReply: self._replied,
             messages.MeshReady: self._replied,
             messages.MeshHealed: self._replied,
@@ -143,6 +146,11 @@ class PendingRequests:
             found.on_stuck(report)
         else:
             self._call_output(stuck_notice(report))
+
+    def _reported(self, report: messages.LogsFound | messages.MeshStarting) -> None:
+        found = self._pending.get(report.call)
+        if found is not None and found.on_report is not None:
+            found.on_report(report)
 
     def _replied(self, report: Any) -> None:
         self.resolve(report.call, report)

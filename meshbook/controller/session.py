@@ -382,8 +382,7 @@ def _request_start(
         TimeoutError: it did not start within this time, not counting the time in its launcher's queue.
     """
     reports: SimpleQueue[messages.MeshStarting | None] = SimpleQueue()  # None: the start has ended
-    connection.listeners.report_handlers[messages.MeshStarting] = reports.put
-    future = connection.request(command)
+    future = connection.request(command, on_report=reports.put)
     future.add_done_callback(lambda _: reports.put(None))
     deadline: float | None = time.monotonic() + timeout_s
     while (report := _next_report(reports, deadline)) is not None:

@@ -12,7 +12,6 @@ import pytest
 
 from meshbook.controller.clusters import choose_machines, resolve
 from meshbook.controller.config import Defaults, read_defaults
-from meshbook.controller.connection import ConnectionListeners
 from meshbook.controller.session import _request_start
 from meshbook.controller.starting import make_spec
 from meshbook.engines.addresses import Address
@@ -158,17 +157,16 @@ class Queue:
     """A connection to a supervisor that reports these states of a queue at once."""
 
     def __init__(self, states: list[str]) -> None:
-        self.listeners = ConnectionListeners()
         self._states, self._future = states, Future[str]()
 
-    def request(self, command: messages.StartMesh) -> Future[str]:
+    def request(self, command: messages.StartMesh, on_report: Callable[[messages.MeshStarting], None]) -> Future[str]:
+        self._on_report = on_report
         for state in self._states:
             self.report(state)
         return self._future
 
     def report(self, state: str) -> None:
-        report = messages.MeshStarting(call=START.call, state=state, is_queued=bool(state))
-        self.listeners.report_handlers[messages.MeshStarting](report)
+        self._on_report(messages.MeshStarting(call=START.call, state=state, is_queued=bool(state)))
 
     def start(self) -> None:
         self._future.set_result("ready")

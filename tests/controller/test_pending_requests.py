@@ -92,6 +92,16 @@ def test_stuck_ranks_are_told_to_who_waits_else_shown_with_the_output() -> None:
     assert (reported, len(shown), requests.orphans) == ([STUCK], 1, [])
 
 
+def test_what_is_reported_of_a_search_or_a_start_goes_to_whoever_has_asked_until_the_reply() -> None:
+    requests, reported = Requests(), list[Any]()
+    found = messages.LogsFound(call=CALL)
+    requests.open(on_report=reported.append)
+    requests.report(found)
+    requests.report(messages.CommandReply(call=CALL))
+    requests.report(found)
+    assert reported == [found]
+
+
 def test_a_call_fails_alone_or_with_all_others() -> None:
     requests = Requests()
     future = requests.open()
