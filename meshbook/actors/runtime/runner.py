@@ -181,18 +181,17 @@ class ActorRunner:
         on_loop, failure = False, None
         try:
             self._process.prepare_thread()
-            unpacked = self._transport.payloads.unpack(peer, None, request.payload)
-            Class, args, kwargs, self.procs_ref, pickled_open_procs = unpacked
+            Class, args, kwargs, self.procs_ref, pickled = self._transport.payloads.unpack(peer, None, request.payload)
             instance = Instance(
                 self.name, self.id, self.point, self.procs_ref, self.owner, self,
-                lambda procs_ref: pickle.loads(pickled_open_procs)(procs_ref),
+                lambda procs_ref: pickle.loads(pickled)(procs_ref),
             )  # fmt: skip
             context_var.set(Context(instance, self.point))
             self._record.class_name = Class.__name__
             on_loop = base.runs_on_loop(Class)
             with self._interruptible.section(INIT_KEY):
                 self.actor = Class(*args, **kwargs)
-            del unpacked, args, kwargs
+            del args, kwargs
         except BaseException as error:
             self._interruptible.end_section()
             failure = describe_init_failure(error, self._record.class_name, self.name)
