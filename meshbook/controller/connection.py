@@ -28,6 +28,7 @@ from meshbook.wire.process_control import is_stopped
 
 log = logging.getLogger("meshbook.connection")
 
+REPLY_TIMEOUT_S = 5.0  # of the supervisor itself
 _CONNECT_TIMEOUT_S = 10.0
 _IDLE_INTERVAL_S = 5.0
 _LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
@@ -363,6 +364,14 @@ class SupervisorConnection:
         for fd in (self._wake_read_fd, self._wake_write_fd, self._pidfd):
             if fd is not None:
                 os.close(fd)
+
+
+def ask(connection: SupervisorConnection, command: Any, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
+    """Send a command that the supervisor itself replies to, and return the reply. Blocks. Raises MeshTimeout."""
+    try:
+        return connection.request(command).result(timeout_s)
+    except TimeoutError:
+        raise errors.MeshTimeout(f"{connection.describe_silence()} (asked {timeout_s:g} s ago)") from None
 
 
 def _open_pidfd(connection_info: keys.ConnectionInfo) -> int | None:

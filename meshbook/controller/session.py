@@ -17,13 +17,13 @@ from typing import Any
 
 from meshbook.actors.runtime.faults import with_source
 from meshbook.controller.call_errors import error_from, render_error
-from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.connection import REPLY_TIMEOUT_S, SupervisorConnection, ask
 from meshbook.controller.foreground import ForegroundCalls
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.missing_modules import add_hint
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.transfer import ValueTransfer
-from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, StartError
+from meshbook.errors import MeshbookError, NotAttached, StartError
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.previews import expressions
@@ -37,7 +37,6 @@ Files = tuple[ProjectFile, ...]
 OnWaiting = Callable[[messages.MeshStarting], object]
 
 _STOP_TIMEOUT_S = 15.0
-_REPLY_TIMEOUT_S = 5.0  # of the supervisor itself
 _PULL_INLINE_BYTES = 1 << 16
 
 _TOO_SLOW = (
@@ -168,7 +167,7 @@ class Session:
         lost = set(self.lost)
         return tuple(rank for rank in ranks if rank not in lost) if lost else ranks
 
-    def status(self, timeout_s: float = _REPLY_TIMEOUT_S) -> messages.MeshInfo:
+    def status(self, timeout_s: float = REPLY_TIMEOUT_S) -> messages.MeshInfo:
         reply = self.call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
         assert reply.info is not None
         return reply.info
@@ -183,13 +182,10 @@ class Session:
     def kill(self, ranks: Ranks, signal: int) -> None:
         self.call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal))
 
-    def call_supervisor(self, command: Any, timeout_s: float = _REPLY_TIMEOUT_S) -> messages.CommandReply:
+    def call_supervisor(self, command: Any, timeout_s: float = REPLY_TIMEOUT_S) -> messages.CommandReply:
         """Send a command that the supervisor itself replies to, and return the reply. Blocks. Raises MeshTimeout."""
         self.check_attached()
-        try:
-            reply: messages.CommandReply = self.connection.request(command).result(timeout_s)
-        except TimeoutError:
-            raise MeshTimeout(f"{self.connection.describe_silence()} (asked {timeout_s:g} s ago)") from None
+        reply: messages.CommandReply = ask(self.connection, command, timeout_s)
         return reply
 
     # ---- calls

@@ -17,16 +17,15 @@ from typing import Any
 
 import msgspec
 
-from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.connection import SupervisorConnection, ask
 from meshbook.controller.session import Session
 from meshbook.diagnose.findings import Finding
-from meshbook.errors import MeshbookError, MeshTimeout
+from meshbook.errors import MeshbookError
 from meshbook.supervisor.series import Curves, Series
 from meshbook.wire.messages import CollectiveStatus, MeshUpdate, RankStatus, Subscribe
 
 log = logging.getLogger("meshbook.subscription")
 
-_REPLY_TIMEOUT_S = 5.0
 _MAX_COLLECTIVES_PER_RANK = 64  # of each rank
 
 
@@ -179,7 +178,7 @@ class _SharedSubscription:
             )
             self._subscribe_calls.add(command.call)
             try:
-                _request(self._connection, command)
+                ask(self._connection, command)
             except BaseException:
                 self._subscriptions.remove(subscription)
                 raise
@@ -211,22 +210,6 @@ class _SharedSubscription:
                 log.exception("a listener could not take the picture; the others can")
 
 
-def _request(connection: SupervisorConnection, command: Subscribe) -> MeshUpdate:
-    """Send a command and return the supervisor's reply. Blocks.
-
-    Raises:
-        NotAttached: the connection is closed, or the mesh has ended.
-        MeshTimeout: the supervisor does not reply.
-    """
-    try:
-        reply: MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
-    except TimeoutError:
-        raise MeshTimeout(
-            f"the supervisor of {connection.connection_info.name!r} did not answer within {_REPLY_TIMEOUT_S:g} s"
-        ) from None
-    return reply
-
-
 def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001) -> MeshSnapshot:
     """Return one snapshot, without subscribing. Blocks a few milliseconds.
 
@@ -235,7 +218,7 @@ def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001
         MeshTimeout: the supervisor does not reply.
     """
     command = Subscribe(call=connection.next_call_id(), max_updates_per_s=0.0, history_s=history_s)
-    return apply_update(MeshSnapshot(), _request(connection, command))
+    return apply_update(MeshSnapshot(), ask(connection, command))
 
 
 def _merge_collectives(

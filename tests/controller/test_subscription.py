@@ -43,6 +43,9 @@ class Connection:
 
         return SimpleNamespace(result=result)
 
+    def describe_silence(self) -> str:
+        return "the supervisor of mesh does not answer"
+
     def hear(self, update: MeshUpdate) -> None:
         for handler in self.listeners.report_handlers.values():
             handler(update)
@@ -91,7 +94,7 @@ def test_a_listener_that_fails_keeps_nothing_from_the_others() -> None:
 def test_a_supervisor_that_does_not_answer_is_named_and_nothing_stays_subscribed() -> None:
     connection = Connection()
     connection.answers = False
-    with pytest.raises(MeshTimeout, match="the supervisor of 'mesh' did not answer"):
+    with pytest.raises(MeshTimeout, match="the supervisor of mesh does not answer"):
         subscribed(connection)
     connection.answers = True
     subscribed(connection, max_updates_per_s=0.5)
