@@ -23,6 +23,7 @@ from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank.previews import expressions
+from meshbook.rank.state.random_states import random_states, set_random_states
 from meshbook.rank.tensors import building, dtensor_patches, modes, resident_module
 from meshbook.rank.tensors.strategies import NAMES, PRECISIONS, Plan, batch_axis, plan_named, precision_error
 from meshbook.tensors import dispatch, planning, state_files
@@ -199,12 +200,12 @@ def _build(
         name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
         text = f"{name} over {batch_axes[0]}={mesh.size(batch_axes[0])}"
     key = secrets.token_hex(6)
-    dtype, rng_state = PRECISIONS[precision], torch.get_rng_state()
+    dtype, states = PRECISIONS[precision], random_states()
     on_ranks, modes_here = _mesh_on_ranks(engine), modes.non_default_modes()
-    args = key, source, strategy, dtype, on_ranks, batch_axes, rng_state, options, modes_here
+    args = key, source, strategy, dtype, on_ranks, batch_axes, states, options, modes_here
     resident, description = _build_on_ranks(engine, resident_module.build_resident, args)
     if not isinstance(source, nn.Module):
-        torch.set_rng_state(description["numbers"])  # as if the module had been made here
+        set_random_states(description["random_states"])  # as if the module had been made here
     blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
     cut = description["cut"]
     plan = ModulePlan(

@@ -16,6 +16,7 @@ from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import UsageError
 from meshbook.rank.previews import expressions
+from meshbook.rank.state.random_states import random_states, set_random_states
 from meshbook.rank.tensors import footprints, mesh_speed
 from meshbook.rank.tensors.cut_checks import copy_without_data
 from meshbook.rank.tensors.footprints import Footprint, TensorShape
@@ -182,23 +183,23 @@ def choose_and_build(comparison: PlanComparison, mesh: Mesh, sample: Any, build:
     """
     if not comparison.fitting():
         raise UsageError(_nothing_fits(comparison))
-    rng_state = torch.get_rng_state()
+    states = random_states()
     model = built = None
     for _ in range(_MOST_MEASURED):
         ahead = [one for one in comparison.fitting()[:2] if one.measured_s is None]
         if not ahead:
             break
         model = None  # its memory is free before the next one is built
-        torch.set_rng_state(rng_state)
+        set_random_states(states)
         built = ahead[-1]
         model = build(built.plan)
-        rng_state_after = torch.get_rng_state()
+        states_after = random_states()
         _measure(built, comparison, model, mesh, sample)
-        torch.set_rng_state(rng_state_after)
+        set_random_states(states_after)
     chosen = min((one for one in comparison.fitting() if one.measured_s is not None), key=lambda one: one.step_s)
     if model is None or chosen is not built or model._client.mutated_buffers:
         model = None
-        torch.set_rng_state(rng_state)
+        set_random_states(states)
         model = build(chosen.plan)
     return model
 

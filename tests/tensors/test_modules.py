@@ -19,7 +19,6 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshNameError, PlacementError, UsageError
 from meshbook.fold import rendering
-from meshbook.rank.tensors import building
 from meshbook.rank.tensors.blocks import find_blocks
 from tests.budget import WAIT_S
 from tests.tensors import gpt
@@ -497,24 +496,6 @@ def test_repeated_blocks_are_found_outermost_first() -> None:
     assert find_blocks(model) == list(model.blocks)
     assert find_blocks(nested) == list(nested[1])
     assert find_blocks(nn.Linear(2, 2)) == []
-
-
-def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:
-    class Filled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            nn.init.ones_(self.layer.weight)
-
-    class Kept(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.register_buffer("mask", torch.ones(2))
-
-    assert building._build_on_meta(Filled) is None
-    assert building._build_on_meta(Kept) is None
-    assert building._build_on_meta(gpt.GPT) is not None
 
 
 @dataclasses.dataclass

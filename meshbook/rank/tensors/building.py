@@ -1,15 +1,13 @@
 """Build modules on a rank, from a factory or an instance, distributed by a strategy.
 
 Initial values are those that one process would have drawn. `build` is called on every rank of a mesh with the same
-arguments. A factory is first called on the meta device; the module is distributed and then filled one submodule at a
-time, so that no rank ever holds all of it. If its values cannot be reproduced that way (it fills parameters itself,
-holds tensors that are not parameters, or ties parameters), it is built completely on each rank.
+arguments. What shards a factory's module has it made on the meta device first, where its values can be told from that
+(`initial_values`); else it is built completely on each rank.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.errors import PlacementError, UsageError
-from meshbook.rank.tensors import dtensor_patches, feeding
+from meshbook.rank.state.random_states import random_states, set_random_states
+from meshbook.rank.tensors import dtensor_patches, initial_values
 from meshbook.rank.tensors.blocks import find_blocks
 from meshbook.rank.tensors.compiled_blocks import compile_blocks
 from meshbook.rank.tensors.cut_checks import CutCheck, copy_without_data
@@ -40,7 +38,7 @@ class Built(NamedTuple):
     """A module on this rank."""
 
     module: nn.Module
-    rng_state_after: torch.Tensor  # the generator's, as if the module had been made by it
+    states_after: Mapping[str, Any]  # of random generators, as if they had made the module
     cut: TensorCut | None  # how its layers are cut
     checks: list[CutCheck]  # of its cut layers, which run with the first forward
 
@@ -100,37 +98,43 @@ def build(
     strategy: Strategy,
     dtype: torch.dtype | None,
     mesh: DeviceMesh,
-    rng_state: Any,
+    states: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Built:
     """Build the module on this rank.
 
     Args:
         dtype: what forward computes in; None: the dtype of the parameters.
-        rng_state: state of the generator that the module's initial values are drawn from.
+        states: of the random generators that the module's initial values are drawn from.
         options: arguments of the strategy's class in torch.
     """
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-    previous_rng_state = torch.get_rng_state()
-    torch.set_rng_state(rng_state)
+    previous_states = random_states()
+    set_random_states(states)
     try:
         if isinstance(source, Pretrained):
-            return _build_pretrained(source, strategy, dtype, mesh, device, options)
-        is_sharded = isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.pp is not None)
-        meta_module = _build_on_meta(source) if is_sharded and not isinstance(source, nn.Module) else None
-        if meta_module is not None:
-            module, cut, checks = apply_strategy(meta_module, strategy, mesh, dtype, device, options)
-            torch.set_rng_state(rng_state)  # discard what the meta device drew
-            materialize(module, device)
+            module, cut, checks = _build_pretrained(source, strategy, dtype, mesh, device, options)
+        elif (from_meta := _build_on_meta(source, strategy, mesh)) is not None:
+            module, cut, checks = apply_strategy(from_meta.module, strategy, mesh, dtype, device, options)
+            set_random_states(states)  # discard what the meta device drew
+            from_meta.fill(module, device)
         else:
-            torch.set_rng_state(rng_state)
-            module = _build_whole(source)
-            module, cut, checks = apply_strategy(module, strategy, mesh, dtype, device, options)
-        return Built(module, torch.get_rng_state(), cut, checks)
+            set_random_states(states)
+            module, cut, checks = apply_strategy(_build_whole(source), strategy, mesh, dtype, device, options)
+        states_after = {kind: state for kind, state in random_states().items() if kind in states}
+        return Built(module, states_after, cut, checks)
     finally:
-        torch.set_rng_state(previous_rng_state)
+        set_random_states(previous_states)
+
+
+def _build_on_meta(source: Source, strategy: Strategy, mesh: DeviceMesh) -> initial_values.FromMeta | None:
+    """Return a factory's module on the meta device, if a plan shards it and it can be filled afterwards."""
+    is_sharded = isinstance(strategy, Plan) and (strategy.fsdp is not None or strategy.pp is not None)
+    if not is_sharded or isinstance(source, nn.Module):
+        return None
+    return initial_values.build_on_meta(source, lambda num_bytes: initial_values.fits_on_all_ranks(num_bytes, mesh))
 
 
 def _build_pretrained(
@@ -140,7 +144,7 @@ def _build_pretrained(
     mesh: DeviceMesh,
     device: torch.device,
     options: Mapping[str, Any],
-) -> Built:
+) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
     """Build a model that is read from files: where a plan cuts it, each rank reads its parts."""
 
     def apply(module: nn.Module) -> tuple[nn.Module, TensorCut | None, list[CutCheck]]:
@@ -152,7 +156,7 @@ def _build_pretrained(
         _, cut, checks = applied[-1]
     else:
         module, cut, checks = apply(source.load(device, None))
-    return Built(module, torch.get_rng_state(), cut, checks)
+    return module, cut, checks
 
 
 def _build_whole(source: Source) -> nn.Module:
@@ -296,111 +300,6 @@ def _move_to_device(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Building from the meta device
-
-
-class _FillObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects whether code other than torch's own modules fills tensors."""
-
-    filled_by_user_code = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
-            self.filled_by_user_code = self.filled_by_user_code or not _is_in_reset_parameters()
-        return func(*args, **(kwargs or {}))
-
-
-def _is_in_reset_parameters() -> bool:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name in ("reset_parameters", "_reset_parameters") and "self" in frame.f_locals:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_NO_SEED = 0x6D65_7368  # that no factory is likely to set
-
-
-def _build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return the factory's module on the meta device, if its submodules can reproduce its initial values; else None."""
-    observer = _FillObserver()  # type: ignore[no-untyped-call]
-    torch.default_generator.manual_seed(_NO_SEED)
-    try:
-        with torch.device("meta"), observer:
-            module = factory()
-    except Exception:  # it needs values while it is built; a complete build either works or raises its own error
-        return None
-    if not isinstance(module, nn.Module) or not all(tensor.is_meta for tensor in module.parameters()):
-        return None
-    if torch.initial_seed() != _NO_SEED:  # it seeds the generator itself
-        return None
-    if callable(getattr(module, "init_weights", None)):  # torchtitan's convention: fills everything
-        return module
-    parameter_ids = {id(parameter) for parameter in module.parameters()}
-    if observer.filled_by_user_code or len(parameter_ids) != len(list(module.named_parameters(remove_duplicate=False))):
-        return None
-    return module if all(map(_can_reset_itself, module.modules())) else None
-
-
-def _can_reset_itself(module: nn.Module) -> bool:
-    has_loose_tensor = any(isinstance(value, torch.Tensor) for value in vars(module).values())
-    has_own_tensor = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
-    return not has_loose_tensor and (not has_own_tensor or callable(getattr(module, "reset_parameters", None)))
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give a distributed module on the meta device its initial values, one submodule at a time.
-
-    Each submodule draws its complete values, in the order in which one process would, and retains its shards.
-    """
-    module.to_empty(device=device)
-    if callable(init := getattr(module, "init_weights", None)):
-        with torch.no_grad():
-            init()
-        return
-    for submodule in module.modules():
-        own_tensors = {
-            name: value
-            for name, value in (*submodule._parameters.items(), *submodule._buffers.items())
-            if value is not None
-        }
-        if not own_tensors:
-            continue
-        full_copy = object.__new__(type(submodule))  # a copy; FSDP2's classes would call __init__ for it
-        full_copy.__dict__ = dict(submodule.__dict__)
-        full_copy._modules = {}
-        full_copy._parameters = {name: _empty_parameter(value) for name, value in submodule._parameters.items()}
-        full_copy._buffers = {
-            name: None if value is None else _empty_on_cpu(value) for name, value in submodule._buffers.items()
-        }
-        full_copy.reset_parameters()  # type: ignore[operator]
-        with torch.no_grad():
-            for name, value in own_tensors.items():
-                drawn = full_copy._parameters.get(name)
-                _store_own_shard(value, drawn if drawn is not None else full_copy._buffers[name])
-
-
-def _empty_parameter(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    return None if parameter is None else nn.Parameter(_empty_on_cpu(parameter), parameter.requires_grad)
-
-
-def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _store_own_shard(target: torch.Tensor, drawn: torch.Tensor | None) -> None:
-    assert drawn is not None
-    if isinstance(target, DTensor):
-        target.to_local().copy_(feeding.own_shard(drawn.detach(), target.device_mesh, target.placements))
-    else:
-        target.copy_(drawn)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def averages_gradients(module: nn.Module) -> bool:

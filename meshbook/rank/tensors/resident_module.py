@@ -79,7 +79,7 @@ class ResidentModule:
         self.own_placements = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
         # DDP's gradients are views of the buckets that its next backward writes to.
         self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
-        self.rng_state_after, self.cut, self.checks = built.rng_state_after, built.cut, built.checks
+        self.states_after, self.cut, self.checks = built.states_after, built.cut, built.checks
         self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
         self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
         self.recipe: tuple[Any, ...] = ()  # what it was built from, for a rank that is replaced
@@ -175,7 +175,7 @@ class ResidentModule:
             "tensors": [tensor_meta(tensor) for tensor in dtensors],
             "local": self.runs_locally,
             "text": repr_of(self.module),
-            "numbers": self.rng_state_after,
+            "random_states": self.states_after,
             "device": self.mesh.device_type,
             "block_names": block_names(building.inner_module(self.module)),
             "cut": self.cut,
@@ -333,15 +333,15 @@ def build_resident(
     dtype: str | None,
     mesh: Any,
     batch_axes: Sequence[str],
-    rng_state: Any,
+    states: Mapping[str, Any],
     options: Mapping[str, Any],
     modes: torch_modes.Modes,
 ) -> ResidentModule:
     """Build the module here; it exists as long as the controller retains the returned object."""
     kind = None if dtype is None else getattr(torch, dtype)
-    recipe = building.without_data(source), strategy, dtype, batch_axes, rng_state, options, modes
+    recipe = building.without_data(source), strategy, dtype, batch_axes, states, options, modes
     with torch_modes.apply_modes(modes):
-        built = building.build(source, strategy, kind, mesh, rng_state, options)
+        built = building.build(source, strategy, kind, mesh, states, options)
     resident = RESIDENT_MODULES[key] = ResidentModule(key, built, strategy, mesh, batch_axes, kind, options)
     resident.recipe = recipe
     return resident
@@ -349,10 +349,10 @@ def build_resident(
 
 def rebuild_resident(key: str, recipe: tuple[Any, ...], mesh: Any) -> ResidentModule:
     """Build the module that other ranks have by this recipe. Values of a module that was given as one are not set."""
-    source, strategy, dtype, batch_axes, rng_state, options, modes = recipe
+    source, strategy, dtype, batch_axes, states, options, modes = recipe
     if isinstance(source, nn.Module):
         source.to_empty(device="cpu")
-    return build_resident(key, source, strategy, dtype, mesh, batch_axes, rng_state, options, modes)
+    return build_resident(key, source, strategy, dtype, mesh, batch_axes, states, options, modes)
 
 
 def copy_resident(key: str, new_key: str, mesh: Any) -> ResidentModule:
