@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,7 @@ def through_another_dtype() -> nn.Module:
     return TwoLayers().to(torch.bfloat16).to(torch.float32)
 
 
-WAYS = (
+WAYS: tuple[Any, ...] = (
     InitiatesSome, InitiatesEach, InitiatesAll, ResetsAgain, HeadIsMadeFirst, GivesOthers, Numpys, Copies, KeepsABuffer,
     trained_before, of_given_vectors, through_another_dtype,
 )  # fmt: skip
@@ -140,12 +141,12 @@ def test_a_factory_whose_submodules_fill_themselves_in_order_is_filled_from_the_
 def test_factories_give_the_values_of_one_process_in_whichever_way_they_fill_their_module(mesh2: Mesh) -> None:
     for factory in (TwoLayers, *WAYS):
         found, after = [], []
-        for make in (factory, lambda factory=factory: meshbook.distribute(factory, mesh2, strategy="fsdp")):
+        for make in (factory, functools.partial(meshbook.distribute, factory, mesh2, strategy="fsdp")):
             torch.manual_seed(5)
             numpy.random.seed(5)
             random.seed(5)
-            module = make()
-            found.append(module.state_dict(full=True) if make is not factory else module.state_dict())
+            module: Any = make()
+            found.append(module.state_dict() if make is factory else module.state_dict(full=True))
             after.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
         for name, tensor in found[0].items():
             assert torch.equal(found[1][name], tensor), (factory.__name__, name)

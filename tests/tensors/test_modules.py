@@ -529,6 +529,26 @@ class Remembering(nn.Module):
         return {"scored": Scored(self.fc(inputs), "linear", sums), "total": sums.total, "dtype": inputs.dtype}
 
 
+@dataclasses.dataclass
+class Batch:
+    rows: torch.Tensor
+    weight: float
+
+
+class Weighing(nn.Linear):
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch.rows) * batch.weight
+
+
+def test_a_dataclass_of_tensors_may_be_an_argument(mesh2: Mesh) -> None:
+    plain = Weighing(4, 2)
+    module = meshbook.distribute(copy.deepcopy(plain), mesh2, strategy="ddp")
+    for weight in (0.5, 2.0):  # the first call of a kind, and a later one
+        rows = torch.randn(4, 4)
+        found = module(Batch(meshbook.distribute(rows, mesh2, [Shard(0)]), weight))
+        close(found.full_tensor().detach(), plain(Batch(rows, weight)).detach())
+
+
 def test_dataclasses_and_values_come_back_and_objects_stay_on_the_ranks(mesh2: Mesh) -> None:
     torch.manual_seed(0)
     plain = Remembering()

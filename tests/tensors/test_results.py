@@ -27,7 +27,7 @@ def test_outputs_are_rows_or_pieces_or_groups_of_rows_or_a_mean(
     assert output_placement(torch.empty(shape), rows) == placement
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 8), (3, 8), (6, 4)])
+@pytest.mark.parametrize("shape", [(2, 4, 8), (3, 8), (6, 4), (12, 4, 8)])
 def test_an_output_whose_dim_0_cannot_be_rows_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="have it give rows first"):
         output_placement(torch.empty(shape), {4})

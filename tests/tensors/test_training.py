@@ -337,10 +337,12 @@ def test_options_of_fsdp_are_passed_on(mesh2: Mesh) -> None:
     torch.testing.assert_close(_steps(model, rows_on(mesh2)(x)), _steps(alone, x))
 
 
-def test_ddp_that_misses_a_gradient_says_what_to_pass(mesh2: Mesh) -> None:
+def test_ddp_that_misses_a_gradient_says_so_before_gradients_that_it_has_not_averaged_are_used(mesh2: Mesh) -> None:
     model = meshbook.distribute(HalfUsed, mesh2, strategy="ddp")
-    with pytest.raises(OperationFailed, match=r'distribute\(\.\.\., strategy="ddp", find_unused_parameters=True\)'):
-        _steps(model, rows_on(mesh2)(torch.rand(4, 4)))
+    loss = model(rows_on(mesh2)(torch.rand(4, 4))).square().mean()
+    sentence = r'unused.weight, unused.bias got no .*distribute\(\.\.\., strategy="ddp", find_unused_parameters=True\)'
+    with pytest.raises(CellError, match=sentence):
+        loss.backward()
 
 
 @pytest.mark.parametrize(

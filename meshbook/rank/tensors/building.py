@@ -1,7 +1,7 @@
 """Build modules on a rank, from a factory or an instance, distributed by a strategy.
 
 Initial values are those that one process would have drawn. `build` is called on every rank of a mesh with the same
-arguments. What shards a factory's module has it made on the meta device first, where its values can be told from that
+arguments. What shards a factory's module has it made on the meta device first, where its values follow from that
 (`initial_values`); else it is built completely on each rank.
 """
 

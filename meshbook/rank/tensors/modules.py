@@ -293,6 +293,7 @@ def _own_inputs(resident: ResidentModule, with_grad: Sequence[int], args: Any, k
             inputs.placements.append(placements)
         return own_input
 
+    leaves_of((args, kwargs))  # dataclasses become nodes here too
     inputs.args, inputs.kwargs = pytree.tree_map(to_own_input, (args, kwargs))
     return inputs
 
@@ -459,6 +460,7 @@ def _backward(
         resident.prepare_backward(saved, outputs)
         with resident.computing(), torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
+        resident.check_gradients()
         resident.average_gradients()
         watching.backward_ended(resident.named_parameters(), [tensor.grad for tensor in saved.inputs])
         resident.broadcast_buffers(saved.buffer_indices)

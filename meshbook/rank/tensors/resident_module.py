@@ -34,6 +34,8 @@ Modes = bool | tuple[bool, tuple[str, ...]]
 # A part of a module: its name, its classes from its own on (module, name), whether it trains, and its attributes.
 PartDescription = tuple[str, list[tuple[str, str]], bool, dict[str, Any]]
 
+_UNUSED_ADVICE = 'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True)'
+
 # In place of an attribute's value that is not sent.
 ELSEWHERE = "meshbook: on the ranks"
 
@@ -194,6 +196,22 @@ class ResidentModule:
             self.module.reducer._rebuild_buckets()  # raises if a gradient is missing in the backward before
             self.module.reducer.prepare_for_backward(list(outputs) if searched else [])
 
+    def check_gradients(self) -> None:
+        """Check that DDP has averaged all gradients of the backward that has just run.
+
+        Raises:
+            RuntimeError: a parameter got none, and so those beside it are each rank's own. DDP says so a step later.
+        """
+        module = self.module
+        if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters or module.static_graph:
+            return
+        if missing := [name for name, parameter in self.named_parameters().items() if parameter.grad is None]:
+            names = f"{', '.join(missing[:4])}{', …' if missing[4:] else ''}"
+            raise RuntimeError(
+                f"{names} got no gradient, and DDP averages no gradients beside one that is missing; where that is as "
+                f"it should be: {_UNUSED_ADVICE}; or freeze them: requires_grad_(False)"
+            )
+
     def average_gradients(self) -> None:
         """Average the gradients over the batch axes, where torch has not done it in backward: after a pipeline's."""
         for axis in self.axes if self.pipelines else ():
@@ -245,10 +263,10 @@ class ResidentModule:
             for tensor in self.tensors:
                 tensor.grad = None
             if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in message_of(error):
-                raise RuntimeError(
-                    "a parameter got no gradient in the step before; where that is as it should be: "
-                    f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
-                ) from error
+                text = (
+                    f"a parameter got no gradient in the step before; where that is as it should be: {_UNUSED_ADVICE}"
+                )
+                raise RuntimeError(f"{text}. {error}") from error
             if isinstance(error, AssertionError) and _is_raised_by_dtensor(error) and not self.runs_locally:
                 raise TypeError(
                     'under "replicate" a module computes with DTensors, and one was written into a tensor that the '

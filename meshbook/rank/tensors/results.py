@@ -103,7 +103,10 @@ def output_placement(output: torch.Tensor, rows: Collection[int]) -> Placement:
 def _check_rows(shape: torch.Size, rows: Collection[int]) -> None:
     """Check that dim 0 of an output counts rows, pieces of rows (each token of a text) or groups of rows (pairs)."""
     size, others = shape[0], shape[1:]
-    if any(size == count or (count and size % count == 0) for count in rows):
+    if size in rows:
+        return
+    has_rows_second = len(others) > 1 and others[0] in rows  # (tokens, rows, features)
+    if not has_rows_second and any(count and size % count == 0 for count in rows):
         return
     if size and any(count % size == 0 for count in rows) and not any(count in others for count in rows):
         return

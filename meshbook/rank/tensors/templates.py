@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from meshbook.errors import PlacementError
 from meshbook.rank.tensors import dtensor_patches
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage, find_function
+from meshbook.rank.tensors.results import leaves_of
 from meshbook.rank.tensors.watched_ops import kind_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class CompiledTemplate:
                 return mesh
             return device if isinstance(leaf, torch.device) else leaf
 
+        leaves_of((message.args, message.kwargs))  # dataclasses become nodes, as where the message was written
         args, kwargs = pytree.tree_map(fill_placeholder, (message.args, message.kwargs))
         self.constants = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is float]
         self.num_in, self.num_floats, self._call = _make_caller(function, args, kwargs)
