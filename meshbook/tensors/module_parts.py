@@ -27,6 +27,15 @@ class PartOnRanks(nn.Module):
             self._refuse(f"{name!r} would be set here only")
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in self._on_ranks:
+            raise AttributeError(
+                f"{name!r} of this module is on the ranks, and can be neither read nor called here: have forward use "
+                "it there, with an argument that says when, or keep here what the factory makes it of (a "
+                "configuration). meshbook.module_to_mesh(module, mesh) runs the module's code here"
+            )
+        return super().__getattr__(name)
+
     def __delattr__(self, name: str) -> None:
         if self._has_on_ranks(name):
             self._refuse(f"{name!r} would be deleted here only")

@@ -268,6 +268,12 @@ def _strategy_of(strategy: Any, mesh: Mesh, precision: str | None, axis: str | N
     return strategy, precision
 
 
+# Arguments of `generate` that stay in this process, and what to do without them.
+_HERE_ONLY = {
+    "streamer": "it would get no token; leave it out, and have few written at a time (max_new_tokens=) to see them",
+    "assistant_model": "leave it out; without sampling the tokens are the same",
+}
+
 # Attributes of a RemoteModule and its parts that stand for what the ranks have.
 _STATE_OF_RANKS = {"_parameters", "_buffers", "_modules", "_client", "_places", "_kind", "_on_ranks", "plan"}
 
@@ -320,7 +326,11 @@ class RemoteModule(PartOnRanks):
 
         Raises:
             CellError: it failed on the ranks.
+            UsageError: a streamer or an assistant, which are here.
         """
+        for name, advice in _HERE_ONLY.items():
+            if kwargs.get(name) is not None:
+                raise UsageError(f"{name}= is here, and generate runs on the ranks: {advice}")
         return self._client.generate(args, kwargs)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:

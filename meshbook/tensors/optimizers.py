@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import OperationFailed, UsageError
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR
+from meshbook.tensors import dispatch
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import FAULT_CALLBACKS, TensorEngine
 from meshbook.tensors.remote import RemoteTensor
@@ -216,6 +217,23 @@ def _patched_add_param_group(self: Optimizer, param_group: dict[str, Any]) -> No
 
 
 Optimizer.add_param_group = _patched_add_param_group  # type: ignore[method-assign]
+
+_original_cast = Optimizer._process_value_according_to_param_policy
+
+
+def _cast_to_mesh(
+    param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[Any], key: Any = None
+) -> torch.Tensor:
+    """Return a tensor of a state that is loaded as the parameter's optimizer keeps it: beside the parameter."""
+    cast = _original_cast(param, value, param_id, param_groups, key)
+    is_like_it = key != "step" and cast.shape == param.shape
+    if not is_like_it or not isinstance(param, RemoteTensor) or isinstance(cast, RemoteTensor):
+        return cast
+    uploaded: torch.Tensor = dispatch.upload(param.engine, cast.detach(), param.placements)
+    return uploaded
+
+
+Optimizer._process_value_according_to_param_policy = staticmethod(_cast_to_mesh)  # type: ignore[method-assign]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scalers

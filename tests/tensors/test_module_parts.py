@@ -129,6 +129,16 @@ def test_what_the_ranks_would_not_follow_is_refused(mesh2: Mesh, change: Callabl
         change(model)
 
 
+def test_what_the_ranks_have_beside_tensors_cannot_be_read_here_and_the_error_says_what_to_do(mesh2: Mesh) -> None:
+    model: Any = meshbook.distribute(Net, mesh2)
+    for name in ("scale", "bias"):
+        with pytest.raises(AttributeError, match=f"'{name}' of this module is on the ranks, and can be neither read"):
+            getattr(model, name)
+    assert not hasattr(model, "scale")
+    with pytest.raises(AttributeError, match="object has no attribute 'other'"):
+        model.other  # noqa: B018
+
+
 def test_attributes_of_ones_own_may_be_set(mesh2: Mesh) -> None:
     model: Any = meshbook.distribute(Net, mesh2)
     model.note = "best so far"

@@ -323,6 +323,13 @@ def test_a_save_of_ones_own_gets_tensors_that_torch_saves_and_that_nothing_is_wr
     assert torch.equal(torch.load(tmp_path / "file")["0.weight"], plain[0].weight.T)
 
 
+@pytest.mark.parametrize("name", ["streamer", "assistant_model"])
+def test_what_generate_would_use_here_is_refused(name: str, mesh2: Mesh) -> None:
+    model = meshbook.distribute(make("Llama"), mesh2, strategy="fsdp")
+    with pytest.raises(UsageError, match=f"{name}= is here, and generate runs on the ranks"):
+        model.generate(IDS, max_new_tokens=2, **{name: object()})
+
+
 def test_a_step_after_generate_is_that_of_one_process(mesh2: Mesh, tmp_path: Path) -> None:
     plain = make("Llama")
     model = meshbook.distribute(save(plain, tmp_path), mesh2, strategy="fsdp")

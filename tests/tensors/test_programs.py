@@ -167,3 +167,26 @@ def test_optimizers_step_as_in_one_process(mesh2: Mesh) -> None:
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_optimizer_goes_on_from_a_state_that_was_saved_in_one_process(mesh2: Mesh) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 2), torch.randn(8, 4)
+
+    def make(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    optimizer = make(plain)
+    step(plain, optimizer)
+    model = meshbook.distribute(copy.deepcopy(plain), mesh2, strategy="fsdp")
+    there = make(model)
+    there.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert there.state[model.weight]["exp_avg"].placements == model.weight.placements
+    step(plain, optimizer)
+    step(model, there)
+    torch.testing.assert_close(model.weight.full_tensor().detach(), plain.weight.detach())
