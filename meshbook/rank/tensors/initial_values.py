@@ -47,7 +47,7 @@ def build_on_meta(factory: Callable[[], nn.Module], fits: Callable[[int], bool])
     Args:
         fits: whether each rank has memory for a module of so many bytes. Asked only where that decides.
     """
-    observer = _Observer()  # type: ignore[no-untyped-call]
+    observer = _Observer()
     torch.default_generator.manual_seed(_NO_SEED)
     try:
         with torch.device("meta"), observer, warnings.catch_warnings():
