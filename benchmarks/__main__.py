@@ -27,8 +27,8 @@ SUITE = (
 )  # fmt: skip
 ON_GPUS = ("gpu",)
 
-# Seconds after which a benchmark that has not ended is told to. The longest, scale, takes some minutes on two cores.
-DEADLINE_S = 900.0
+# Seconds after which a benchmark that has not ended is told to. The longest, strategies, takes 15 minutes on two cores.
+DEADLINE_S = 1800.0
 # ... and then how long it may take to stop what it started.
 GRACE_S = 30.0
 

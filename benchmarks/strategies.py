@@ -2,7 +2,7 @@
 
 The script's ranks are processes of torchrun's own beside the mesh's, and both train in turns. What is sent for a step
 in the notebook costs the notebook's process too, which the clock shows where cores are left for it. One round of fsdp
-differs from the next by a tenth, so that a limit a twentieth above the script takes 25 of them.
+differs from the next by a tenth, so that a limit a twentieth above the script takes many of them.
 
     python -m benchmarks.strategies [--quick]
 
@@ -47,7 +47,7 @@ def measure(quick: bool, folder: Path) -> Report:
     for ranks in (2,) if quick else (2, 4):
         with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
             for size in SIZES[: 1 if quick else None]:
-                steps(report, mesh, folder, "fsdp", *size, rounds=2 if quick else 25)
+                steps(report, mesh, folder, "fsdp", *size, rounds=2 if quick else 15)
             steps(report, mesh, folder, "pp", *SIZES[0], rounds=2 if quick else 9)
             if ranks == 2:
                 writing(report, mesh, folder, rounds=2 if quick else 7)
