@@ -21,7 +21,7 @@ from typing import NoReturn
 from meshbook.cli import records, steering
 from meshbook.cli.meshes import find_mesh, observed_mesh, print_result, use_color
 from meshbook.controller.connection import SupervisorConnection
-from meshbook.controller.listing import fetch_mesh_info, list_meshes, meshes_table
+from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.session import Session
 from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
@@ -260,7 +260,7 @@ def _attach(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     found = list_meshes()
-    print_result(options, list(found), lambda: meshes_table(found) if found else "no mesh is running")
+    print_result(options, list(found), lambda: found.table() if found else "no mesh is running")
     return 0
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import msgspec
 
@@ -46,7 +47,59 @@ class FoundMesh:
     trouble: str = ""
 
 
-def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> tuple[FoundMesh, ...]:
+class MeshList(Sequence[FoundMesh]):
+    """Meshes, oldest first; displays as a table."""
+
+    def __init__(self, found: Sequence[FoundMesh]) -> None:
+        self._found = tuple(found)
+
+    @overload
+    def __getitem__(self, index: int) -> FoundMesh: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FoundMesh]: ...
+
+    def __getitem__(self, index: int | slice) -> FoundMesh | Sequence[FoundMesh]:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def table(self, mine: Sequence[str] = (), current: str | None = None) -> Table:
+        """Return the list as a table.
+
+        Args:
+            mine: names of this notebook's meshes.
+            current: name of that of them on which its cells run.
+        """
+        if not self._found:
+            return Table("No mesh is running. Start one with %mesh start -n 4, or meshbook.create_mesh(4).")
+        now = time.time()
+        rows = tuple(
+            (
+                mesh.name,
+                describe_size(mesh.info.spec) if mesh.info and mesh.info.spec else "",
+                mesh.trouble or _describe_state(mesh.info),
+                format_age(now - mesh.started_at),
+                "this notebook, whose cells run on it"
+                if mesh.name == current and len(mine) > 1
+                else "this notebook"
+                if mesh.name in mine
+                else "",
+                (", ".join(mesh.info.clients) or "nobody") if mesh.info else "",
+            )
+            for mesh in self._found
+        )
+        return Table("", ("name", "size", "state", "up", "of", "attached"), rows)
+
+
+def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
     """Return every mesh of this user that runs on this machine, oldest first. Removes stale files of dead meshes.
 
     Args:
@@ -79,7 +132,7 @@ def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> tuple[FoundMesh, ...]:
         trouble = str(result) if isinstance(result, Exception) else "" if result else "does not answer"
         info = result if isinstance(result, messages.MeshInfo) else None
         found.append(FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble))
-    return tuple(found)
+    return MeshList(found)
 
 
 def _without_ended(connections: list[keys.ConnectionInfo], replied: Collection[str]) -> list[keys.ConnectionInfo]:
@@ -103,34 +156,6 @@ def fetch_mesh_info(connection: keys.ConnectionInfo) -> messages.MeshInfo:
     finally:
         session.detach()
     return msgspec.structs.replace(info, clients=tuple(c for c in info.clients if not c.startswith(_OBSERVER_KIND)))
-
-
-def meshes_table(found: Sequence[FoundMesh], mine: Sequence[str] = (), current: str | None = None) -> Table:
-    """Return meshes as a table.
-
-    Args:
-        mine: names of this notebook's meshes.
-        current: name of that of them on which its cells run.
-    """
-    if not found:
-        return Table("No mesh is running. Start one with %mesh start -n 4, or meshbook.create_mesh(4).")
-    now = time.time()
-    rows = tuple(
-        (
-            mesh.name,
-            describe_size(mesh.info.spec) if mesh.info and mesh.info.spec else "",
-            mesh.trouble or _describe_state(mesh.info),
-            format_age(now - mesh.started_at),
-            "this notebook, whose cells run on it"
-            if mesh.name == current and len(mine) > 1
-            else "this notebook"
-            if mesh.name in mine
-            else "",
-            (", ".join(mesh.info.clients) or "nobody") if mesh.info else "",
-        )
-        for mesh in found
-    )
-    return Table("", ("name", "size", "state", "up", "of", "attached"), rows)
 
 
 def _describe_state(info: messages.MeshInfo | None) -> str:

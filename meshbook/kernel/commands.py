@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, cast
 
-from meshbook.controller.listing import fetch_mesh_info, list_meshes, meshes_table
+from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
@@ -71,7 +71,7 @@ def _stop(notebook: Notebook, options: argparse.Namespace) -> None:
 
 def _list(notebook: Notebook, options: argparse.Namespace) -> Table:
     current = notebook.mesh.name if notebook.mesh is not None else None
-    return meshes_table(list_meshes(), tuple(notebook.meshes), current)
+    return list_meshes().table(mine=tuple(notebook.meshes), current=current)
 
 
 def _attach(notebook: Notebook, options: argparse.Namespace) -> None:

@@ -164,7 +164,7 @@ def test_a_mesh_that_ends_while_it_is_asked_is_neither_waited_for_nor_listed(mon
     monkeypatch.setattr(listing, "fetch_mesh_info", end_it)
     with create_mesh(1, name="ending") as mesh:
         began = time.monotonic()
-        assert listing.list_meshes(timeout_s=2 * WAIT_S) == ()
+        assert listing.list_meshes(timeout_s=2 * WAIT_S)[:] == ()
         assert time.monotonic() - began < WAIT_S
 
 
