@@ -151,7 +151,10 @@ def test_a_mesh_that_cannot_be_asked_is_listed_with_the_reason_and_the_others_as
     really = listing.fetch_mesh_info
     monkeypatch.setattr(listing, "fetch_mesh_info", look_at)
     with create_mesh(1, name="odd"), create_mesh(1, name="even"):
-        found = {mesh.name: mesh for mesh in listing.list_meshes()}
+        listed = listing.list_meshes()
+    found = {mesh.name: mesh for mesh in listed}
+    assert repr(listed).split()[:4] == ["name", "size", "state", "up"]  # a notebook displays a table
+    assert "<table" in listed._repr_html_()
     assert found["odd"].trouble == "too many open files"
     assert found["even"].info is not None
 
