@@ -13,6 +13,7 @@ from meshbook.controller.config import Defaults, read_defaults
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.controller.starting import attach, generate_mesh_name, launch_session, make_spec, start_ranks
+from meshbook.controller.tables import format_some
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, UsageError
 from meshbook.ids import name_ranks
 from meshbook.kernel.mesh_options import MeshOptions
@@ -327,10 +328,7 @@ class NotebookMeshes(Mapping[str, Mesh]):
 
 def format_names(names: Sequence[str]) -> str:
     """Return names in brackets for the end of a clause, or nothing if there are none."""
-    if not names:
-        return ""
-    shown = ", ".join(names[:_MAX_NAMES_LISTED])
-    return f" ({shown}{f' and {len(names) - _MAX_NAMES_LISTED} more' if len(names) > _MAX_NAMES_LISTED else ''})"
+    return f" ({format_some(names, _MAX_NAMES_LISTED)})" if names else ""
 
 
 def _lenient_defaults() -> Defaults:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshbook.controller.tables import format_some
 from meshbook.errors import UsageError
 from meshbook.rank.tensors.operators import MESH, TENSOR
 from meshbook.tensors.call_sites import capture_call_site
@@ -50,20 +51,15 @@ class Recovery:
         lines = [f"{len(self.whole)} tensors whole"]
         for rank in sorted({rank for _, rank in self.restored}):
             lines.append(
-                f"restored from rank {rank}: {_format_names([name for name, at in self.restored if at == rank])}"
+                f"restored from rank {rank}: {format_some([name for name, at in self.restored if at == rank], 6)}"
             )
         if self.half_written:
-            lines.append(f"half written, load from a checkpoint: {_format_names(self.half_written)}")
+            lines.append(f"half written, load from a checkpoint: {format_some(self.half_written, 6)}")
         if self.dropped:
-            lines.append(f"dropped, made anew by the next step: {_format_names(self.dropped)}")
+            lines.append(f"dropped, made anew by the next step: {format_some(self.dropped, 6)}")
         if self.lost:
-            lines.append(f"never computed, or lost with a rank, make or load them anew: {_format_names(self.lost)}")
+            lines.append(f"never computed, or lost with a rank, make or load them anew: {format_some(self.lost, 6)}")
         return "Recovery: " + "\n  ".join(lines)
-
-
-def _format_names(names: Any) -> str:
-    shown = ", ".join(names[:6])
-    return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown
 
 
 def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
